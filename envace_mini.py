@@ -17,7 +17,7 @@ One episode, one token sequence; the tags under it say who wrote each token and 
   <system: tools> <user: task>  {"name":"go",...}<end>  <tool:>  {"room":"hall"}<end>  <assistant:>  done<end>
   CONTEXT ....................  ACT ..................  CONTEXT  REHEARSE ...........  CONTEXT ....  ACT .....
 
-  python envace_mini.py                          train on the toy suite and evaluate, before and after, in the real toy world
+  python envace_mini.py                          train on the toy suite; evaluate in the real toy world before and after
   python envace_mini.py eval --temperature 0     success of the trained policy, greedy (--model FOLDER for any other)
   python envace_mini.py show                     one episode, token by token, and what the world would have said
   python envace_mini.py train --help             every flag with its default and its reason
@@ -25,26 +25,14 @@ One episode, one token sequence; the tags under it say who wrote each token and 
 Departures from the paper and from the official reference run:
   here                                                    there
   inline rehearsal: both roles in one sequence            each rehearsal is a prompt of its own
-  a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a language model as judge
+  a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a model as judge
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
   a role alone in its group gets advantage 0              it keeps its raw reward
   rows without advantage are not computed (same gradient) they are computed
   a call that does not fit the schemas is refused by code the rehearsal decides
   an episode that cannot be scored is left out            it scores 0
 """
-import argparse
-import collections
-import copy
-import hashlib
-import json
-import math
-import os
-import random
-import re
-import shutil
-import signal
-import sys
-import time
+import argparse, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -57,21 +45,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
 
-
 class UserError(Exception):
     """A mistake of the user's (flag, file, folder): printed as one sentence, exit status 2, no traceback."""
-
 
 def require(condition, message):
     if not condition:
         raise UserError(message)
 
-
 # ---- 1. Config: every flag, its default and its reason --------------------------------------------------------------
 
 def option(default, help, choices=None):
     return field(default=default, metadata={"help": help, "choices": choices})
-
 
 @dataclass
 class Config:
@@ -87,17 +71,17 @@ class Config:
     hidden: int = option(128, "width of the tiny model, a multiple of 2 x heads")
     layers: int = option(3, "layers of the tiny model")
     heads: int = option(4, "attention heads of the tiny model")
-    warm_steps: int = option(900, "optimiser steps on demonstrations; copying from context appears suddenly, after some 500")
+    warm_steps: int = option(900, "optimiser steps on demonstrations; copying appears suddenly, after some 300")
     warm_batch: int = option(16, "demonstrations a step; small batches and many steps beat large batches here")
     warm_lr: float = option(6e-3, "Muon's learning rate for the matrices; AdamW takes half of it for the rest")
     blunder: float = option(0.08, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.65, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.5, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
-    responder: str = option("rehearsal", "who answers a call: the policy itself (EnvACE), a frozen model, or the real world",
+    responder: str = option("rehearsal", "who answers a call: the policy itself, a frozen model, or the real world",
                             ("rehearsal", "simulator", "world"))
     simulator: str = option("base", "with --responder simulator: base (the policy before training) or a model folder")
-    temperature: float = option(1.0, "sampling temperature, and that of every log-probability; 0 (eval, show) is greedy")
+    temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
     max_turns: int = option(12, "act turns in an episode")
     max_act_tokens: int = option(72, "tokens in an act turn; a call cut by the limit is never executed")
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
@@ -108,13 +92,12 @@ class Config:
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
     minibatches: int = option(2, "optimiser steps a round, each on its share of the groups")
     lr: float = option(2e-4, "AdamW's learning rate in training")
-    lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break at once")
+    lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break")
     clip: float = option(0.2, "clip range of the probability ratio")
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
-    baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns, over episodes, or one "
-                           "baseline for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
-    aggregation: str = option("turn", "what weighs the same in the loss: every turn, every token, or each role",
-                              ("turn", "token", "role"))
+    baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, or one "
+                           "mean for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
+    aggregation: str = option("turn", "what weighs the same: every turn, every token, or each role", ("turn", "token", "role"))
     train_roles: str = option("act,rehearse", "which roles learn", ("act,rehearse", "act", "rehearse"))
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
@@ -125,38 +108,29 @@ class Config:
     task: str = option("", "id of the task that show shows; empty for the first of the split")
     probe_every: int = option(10, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look, one episode in the world and one imagined each")
-    checkpoint_every: int = option(10, "rounds between two checkpoints, from which an interrupted run goes on")
+    checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
     log_episodes: int = option(2, "episodes a round written to episodes.jsonl")
 
-
-TRAIN_ONLY = set("""hidden layers heads warm_steps warm_batch warm_lr blunder stale fresh rounds tasks_per_round minibatches lr
-    lr_warmup clip kl aggregation train_roles max_grad_norm token_budget probe_every probe_tasks checkpoint_every
-    log_episodes""".split())
-POSITIVE = set("""threads hidden layers heads warm_steps warm_batch warm_lr max_turns max_act_tokens max_response_tokens
-    max_tokens tasks_per_round group minibatches lr lr_warmup clip max_grad_norm token_budget eval_samples probe_tasks
-    checkpoint_every""".split())
-
+MAY_BE_ZERO = {"seed", "temperature", "rounds", "kl", "probe_every", "log_episodes", "blunder", "stale", "fresh"}
 
 def check_config(cfg, command):
-    """Refuse values that cannot work, one sentence naming the flag."""
+    """Refuse values that cannot work, in one sentence that names the flag."""
     for f in fields(cfg):
         value, flag = getattr(cfg, f.name), "--" + f.name.replace("_", "-")
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        require(not number or math.isfinite(value), f"{flag} must be a finite number, not {value}")
-        require(not number or value > 0 or (value == 0 and f.name not in POSITIVE),
-                f"{flag} must be {'above' if f.name in POSITIVE else 'at least'} 0, not {value}")
+        if f.type in (int, float):
+            require(math.isfinite(value) and (value > 0 or (value == 0 and f.name in MAY_BE_ZERO)),
+                    f"{flag} must be a number {'of at least' if f.name in MAY_BE_ZERO else 'above'} 0, not {value}")
     require(max(cfg.blunder, cfg.stale, cfg.fresh) <= 1, "--blunder, --stale and --fresh are shares between 0 and 1")
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
-    require(command != "train" or cfg.temperature > 0, "--temperature must be above 0 in training: greedy episodes are all alike")
-    require(command != "train" or cfg.group > 1, "--group must be at least 2: an episode is compared with the others of its group")
-    require(cfg.device == "auto" or re.fullmatch(r"cpu|cuda(:\d+)?", cfg.device), f"--device {cfg.device}: expected cpu, cuda or cuda:N")
-    require(not cfg.device.startswith("cuda") or torch.cuda.is_available(), f"--device {cfg.device}: this torch sees no GPU")
-
+    require(command != "train" or cfg.temperature > 0, "--temperature must be above 0 in training")
+    require(command != "train" or cfg.group > 1, "--group must be at least 2: episodes are compared within their group")
+    require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device), f"--device {cfg.device}: not auto, cpu, cuda or cuda:N")
+    require("cuda" not in cfg.device or torch.cuda.is_available(), f"--device {cfg.device}: this torch sees no GPU")
 
 def pick_device(cfg):
     torch.set_num_threads(cfg.threads)
-    return torch.device("cuda" if cfg.device == "auto" and torch.cuda.is_available() else cfg.device.replace("auto", "cpu"))
-
+    auto = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(auto if cfg.device == "auto" else cfg.device)
 
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 
@@ -178,18 +152,14 @@ class Task:
     start: dict = field(default_factory=dict)          # the world's state when the episode begins
     goal: list = field(default_factory=list)           # one goal a user turn, read by the demonstrations' oracle only
 
-
 def compact(value):
     """JSON without spaces, so that equal content has equal tokens wherever it stands."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
-
 def tool_call(name, /, **arguments):
     return {"name": name, "arguments": arguments}
 
-
 JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
-
 
 def check_call(tools, call):
     """Why a call does not fit the tool schemas (names, required, type, enum, minimum of its arguments), or None."""
@@ -210,15 +180,13 @@ def check_call(tools, call):
             return f"wrong value of {key}"
     return None
 
-
-LEDGER = collections.Counter()          # calls to worlds by purpose: "rollout", "evaluation", "grading", "demonstration"
-
+LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
 
 class World:
     """A toy environment: facts that calls read and a state that they change. One object serves one episode.
 
     `oracle(goal, heard)` is the scripted actor of the demonstrations: its next calls, or its answer (a string), or None
-    when it sees no way; `heard` lists the (call, response) pairs so far. It trusts this world's facts, true or stale."""
+    where it sees no way; `heard` lists the (call, response) pairs so far. It trusts the facts, be they true or stale."""
     tools, categories, blank = (), (), {}
 
     def __init__(self, task, purpose, facts=None):
@@ -231,7 +199,6 @@ class World:
         error = check_call(self.schemas, call)
         return {"error": error} if error else getattr(self, call["name"])(**call["arguments"])
 
-
 class Shop(World):
     """Prices to look up and to compare."""
     tools, categories = ("price",), ("prices",)
@@ -242,10 +209,9 @@ class Shop(World):
     def oracle(self, goal, heard):
         kind, *items = goal
         prices = {call["arguments"]["item"]: response["price"] for call, response in heard}
-        if not all(item in prices for item in items):
-            return [tool_call("price", item=item) for item in items if item not in prices]
-        return min(items, key=prices.get) if kind == "cheapest" else " and ".join(str(prices[i]) for i in items)
-
+        unknown = [tool_call("price", item=item) for item in items if item not in prices]
+        report = " and ".join(str(prices.get(item)) for item in items)
+        return unknown or (min(items, key=prices.get) if kind == "cheapest" else report)
 
 class Bank(World):
     """Balances and transfers; a transfer above the balance changes nothing but is fined for good."""
@@ -269,17 +235,14 @@ class Bank(World):
     def oracle(self, goal, heard):
         kind, *rest = goal
         names = rest[:1] if kind == "send" else rest[:2]
-        known = {call["arguments"]["name"]: response["balance"] for call, response in heard if call["name"] == "balance"}
-        if not all(name in known for name in names):
-            return [tool_call("balance", name=name) for name in names if name not in known]
-        if kind == "balances":
-            return " and ".join(str(known[name]) for name in names)
+        known = {call["arguments"]["name"]: response["balance"] for call, response in heard if "balance" in response}
+        unknown = [tool_call("balance", name=name) for name in names if name not in known]
+        if unknown or kind == "balances":
+            return unknown or " and ".join(str(known[name]) for name in names)
         source, (target, amount) = max(names, key=known.get), rest[-2:]
         transfer = tool_call("transfer", source=source, target=target, amount=amount)
-        if any(call == transfer for call, _ in heard):
-            return "done"
-        return [transfer] if amount <= known[source] else "refused"
-
+        done = any(call == transfer for call, _ in heard)
+        return "done" if done else [transfer] if amount <= known[source] else "refused"
 
 class House(World):
     """Rooms, some with walls between them, and items to fetch in few moves: the first step needs the map."""
@@ -287,10 +250,8 @@ class House(World):
 
     def go(self, direction):
         room = self.facts["exits"].get(f"{self.state['room']} {direction}")
-        if room is None:
-            return {"error": "wall"}
-        self.state["room"] = room
-        return {"room": room}
+        self.state["room"] = room or self.state["room"]
+        return {"room": room} if room else {"error": "wall"}
 
     def take(self, item):
         if item in self.state["held"] or self.facts["places"][item] != self.state["room"]:
@@ -322,7 +283,6 @@ class House(World):
                     seen.add(there)
                     frontier.append((there, first or direction))
 
-
 class Workshop(World):
     """Things made of two parts each; coins are few, so a part bought in error cannot be made good."""
     tools, categories, blank = ("buy", "make"), ("recipes",), {"parts": [], "coins": 0}
@@ -348,27 +308,19 @@ class Workshop(World):
         if kind == "can":
             return ("yes" if "made" in heard[-1][1] else "no") if heard else [tool_call("make", thing=things[0])]
         left = [thing for thing in things if f"made {thing}" not in self.state]
-        if not left:
-            return "done"
-        missing = [p for p in self.facts["recipes"][left[0]].split() if p not in self.state["parts"]]
-        if missing:
-            return [tool_call("buy", part=missing[0])] if self.state["coins"] else "failed"
-        return [tool_call("make", thing=left[0])]
-
+        missing = [p for p in self.facts["recipes"][left[0]].split() if p not in self.state["parts"]] if left else []
+        if not left or (missing and not self.state["coins"]):
+            return "failed" if left else "done"
+        return [tool_call("buy", part=missing[0]) if missing else tool_call("make", thing=left[0])]
 
 WORLDS = {"shop": Shop, "bank": Bank, "house": House, "workshop": Workshop}
 
-
-def make_world(task, purpose, facts=None):
-    return WORLDS[task.world](task, purpose, facts)
-
-
 def load_tasks(where):
-    """All tasks of the toy suite, of one JSON file, or of a folder of them. Raises UserError naming file, task, field."""
+    """The tasks of the toy suite, of a JSON file, or of a folder of them. Raises UserError naming file, task and field."""
     path = Path(__file__).parent / "toy_tasks" if where == "toy" else Path(where)
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    require(path.exists() and files, f"--tasks {where}: no such file, or a folder without .json files; toy is the built-in suite")
-    tasks = []
+    require(path.exists() and files, f"--tasks {where}: no such file, or a folder without .json files")
+    tasks = {}
     for file in files:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
@@ -376,17 +328,15 @@ def load_tasks(where):
             raise UserError(f"{file}: cannot be read as JSON ({error})")
         require(isinstance(data, dict) and isinstance(data.get("tasks"), list) and data["tasks"],
                 f"{file}: field 'tasks' must be a list with at least one task")
-        shared = {key: value for key, value in data.items() if key != "tasks"}
-        for number, entry in enumerate(data["tasks"]):
+        for number, entry in enumerate(data.pop("tasks")):
             require(isinstance(entry, dict), f"{file}: task number {number} must be an object")
             where = f"{file}: task {entry.get('id', f'number {number}')!r}"
-            tasks.append(make_task(where, {"domain": file.stem, **shared, **entry}))
-            require(tasks[-1].id not in {t.id for t in tasks[:-1]}, f"{where}: field 'id' occurs twice")
-    return tasks
-
+            task = make_task(where, {"domain": file.stem, **data, **entry})
+            require(task.id not in tasks, f"{where}: field 'id' occurs twice")
+            tasks[task.id] = task
+    return list(tasks.values())
 
 CHECKS = {"calls": ("calls", list), "max_calls": ("calls", int), "answer": ("equals", str), "state": ("equals", dict)}
-
 
 def make_task(where, entry):
     """A Task from its JSON fields, every one of them checked; `where` opens each message."""
@@ -397,24 +347,22 @@ def make_task(where, entry):
         require(name in types, f"{where}: field '{name}' is not known; known are {', '.join(types)}")
         require(isinstance(value, types[name]), f"{where}: field '{name}' must be of type {types[name].__name__}")
     task = Task(**entry)
-    require(task.user and all(isinstance(text, str) for text in task.user), f"{where}: field 'user' must list the user's turns")
+    require(task.user and all(isinstance(text, str) for text in task.user), f"{where}: field 'user' must list texts")
     require(task.split in ("train", "eval"), f"{where}: field 'split' must be train or eval, not {task.split!r}")
     for number, tool in enumerate(task.tools):
         check_tool(f"{where}: field 'tools', entry {number}", tool)
     names = [tool["function"]["name"] for tool in task.tools]
     require(len(set(names)) == len(names), f"{where}: field 'tools': two tools have the same name")
-    if task.world:
-        require(task.world in WORLDS, f"{where}: field 'world' must be one of {', '.join(WORLDS)}, not {task.world!r}")
-        world = WORLDS[task.world]
-        require(set(names) <= set(world.tools), f"{where}: field 'tools': world {task.world} has only {', '.join(world.tools)}")
-        for category in world.categories:
-            require(isinstance(task.facts.get(category), dict), f"{where}: field 'facts' lacks {category!r}")
+    require(task.world in ("", *WORLDS), f"{where}: field 'world' must be one of {', '.join(WORLDS)}")
+    world = WORLDS.get(task.world, World)
+    require(not task.world or set(names) <= set(world.tools), f"{where}: field 'tools': this world has {world.tools}")
+    for category in world.categories:
+        require(isinstance(task.facts.get(category), dict), f"{where}: field 'facts' lacks {category!r}")
     require(task.checks, f"{where}: field 'checks' must have at least one check")
     for number, check in enumerate(task.checks):
         check_check(f"{where}: field 'checks', entry {number}", check, task, names)
     check_calls(f"{where}: field 'reference'", task.reference, names)
     return task
-
 
 def check_tool(where, tool):
     function = tool.get("function") if isinstance(tool, dict) else None
@@ -422,15 +370,13 @@ def check_tool(where, tool):
             f'{where}: expected {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}')
     where, schema = f"{where} ({function['name']})", function.get("parameters", {})
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None
-    require(isinstance(properties, dict) and all(isinstance(p, dict) for p in properties.values()),
-            f"{where}: 'parameters' must be a JSON Schema object whose 'properties' map argument names to schemas")
-    require(isinstance(schema.get("required", []), list) and all(key in properties for key in schema.get("required", [])),
-            f"{where}: 'required' must list arguments that 'properties' has")
+    require(isinstance(properties, dict) and all(isinstance(about, dict) for about in properties.values()),
+            f"{where}: 'parameters' must be a JSON Schema whose 'properties' map argument names to schemas")
+    needed = schema.get("required", [])
+    require(isinstance(needed, list) and set(map(str, needed)) <= set(properties), f"{where}: wrong 'required'")
     for key, about in properties.items():
-        require(str(about.get("type", "string")) in JSON_TYPES, f"{where}: type {about.get('type')!r} of {key!r} is not one of "
-                f"{', '.join(JSON_TYPES)}")
-        require(isinstance(about.get("enum", []), list), f"{where}: 'enum' of {key!r} must be a list")
-
+        require(str(about.get("type", "string")) in JSON_TYPES, f"{where}: {key} has an unknown 'type'")
+        require(isinstance(about.get("enum", []), list), f"{where}: 'enum' of {key} must be a list")
 
 def check_calls(where, calls, names):
     for call in calls:
@@ -438,31 +384,28 @@ def check_calls(where, calls, names):
                 f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
         require(call["name"] in names, f"{where}: unknown tool {call['name']!r}")
 
-
 def check_check(where, check, task, names):
     kind = check.get("kind") if isinstance(check, dict) else None
-    require(kind in CHECKS, f"{where}: 'kind' must be one of {', '.join(CHECKS)}")
+    require(isinstance(kind, str) and kind in CHECKS, f"{where}: 'kind' must be one of {', '.join(CHECKS)}")
     key, wanted = CHECKS[kind]
     require(isinstance(check.get(key), wanted), f"{where}: '{key}' is missing or not of type {wanted.__name__}")
-    if kind == "calls":
-        check_calls(where, check["calls"], names)
+    check_calls(where, check["calls"] if kind == "calls" else [], names)
     require(kind != "state" or task.world, f"{where}: a state check needs a task with a world")
-    require(check.get("turn", 0) in range(len(task.user)), f"{where}: 'turn' must number one of the user's turns, from 0")
+    require(check.get("turn", 0) in range(len(task.user)), f"{where}: 'turn' must number a user turn, from 0")
     weight = check.get("weight", 1)
     require(isinstance(weight, (int, float)) and 0 < weight < math.inf, f"{where}: 'weight' must be a number above 0")
 
-
 def grade(task, calls, answers):
-    """(reward in [0, 1], a verdict for each check). Checks read the actor's calls, its answers, and the state that a fresh
+    """(reward in [0, 1], a verdict for each check). Checks read the actor's calls, its answers, and the state that a new
     World reaches when those calls are replayed in it; no response, rehearsed or real, is ever read.
 
     Kinds: `calls` (all of them were made), `max_calls` (no more than that), `answer` (to a user turn, the last if not
     said), `state` (these keys of the world's state). A check without a weight must hold, or the reward is 0; those with
     one share the reward by weight."""
-    world = make_world(task, "grading") if any(check["kind"] == "state" for check in task.checks) else None
+    world = WORLDS[task.world](task, "grading") if any(check["kind"] == "state" for check in task.checks) else None
     for call in calls if world else []:
         world.call(call)
-    answers = answers + [""] * (len(task.user) - len(answers))          # a user turn that was never reached has no answer
+    answers = answers + [""] * (len(task.user) - len(answers))              # a user turn that was never reached
     verdicts = []
     for check in task.checks:
         if check["kind"] == "calls":
@@ -478,10 +421,8 @@ def grade(task, calls, answers):
     weights = [check.get("weight", 0.0) for check in task.checks]
     return (sum(w for w, ok in zip(weights, verdicts) if ok) / sum(weights) if any(weights) else 1.0), verdicts
 
-
 def plain(text):
     return " ".join(text.casefold().split()).rstrip(".! ")
-
 
 # ---- 3. Roles and tokens --------------------------------------------------------------------------------------------
 
@@ -492,7 +433,6 @@ class Turn:
     start: int
     end: int
 
-
 @dataclass
 class Row:
     """One token sequence, as a forward pass sees it, and what is known of each token; the lists have equal length."""
@@ -502,7 +442,7 @@ class Row:
     turns: list = field(default_factory=list)
 
     def extend(self, ids, tag=CONTEXT, logprobs=None):
-        """The one place where tokens and their tags are written. Sampled tokens go on with the role's turn or open one."""
+        """The one place where tokens and tags are written. Sampled tokens go on with the role's turn or open one."""
         if tag != CONTEXT:
             if not (self.turns and self.turns[-1].end == len(self.ids)):
                 self.turns.append(Turn(tag, len(self.ids), len(self.ids)))
@@ -511,13 +451,10 @@ class Row:
         self.tags += [tag] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
 
-
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
 
 def call_text(call):
     return f"<tool_call>{compact({'name': call['name'], 'arguments': call['arguments']})}</tool_call>"
-
 
 def parse_act(text):
     """What an act turn says: a list of calls, or an answer (str), or None where a call is malformed. Takes any text."""
@@ -527,14 +464,13 @@ def parse_act(text):
             call = json.loads(body)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
+        call = call if isinstance(call, dict) else {}
+        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
             return None
         calls.append({"name": call["name"], "arguments": call["arguments"]})
     rest = TOOL_CALL.sub("", text)
-    if "<tool_call>" in rest or "</tool_call>" in rest:
-        return None
-    return calls or rest.strip()
-
+    unbalanced = "<tool_call>" in rest or "</tool_call>" in rest
+    return None if unbalanced else calls or rest.strip()
 
 TINY_TEMPLATE = """\
 {%- if tools or messages[0].role == 'system' -%}
@@ -545,7 +481,7 @@ TINY_TEMPLATE = """\
 {%- for m in messages if m.role != 'system' -%}
 <|im_start|>{{ m.role + '\\n' + (m.content or '') }}
 {%- for c in m.tool_calls or [] -%}
-<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson(separators=(',', ':')) }}</tool_call>
+<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>
 {%- endfor %}<|im_end|>{{ '\\n' }}{% endfor -%}
 {% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
 
@@ -553,10 +489,9 @@ FALLBACK_TOOLS = """
 
 You can call these functions (JSON Schema, one a line):
 {tools}
-To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When all is done, answer in plain words."""
+To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
 
 MARK = "\ue000"         # put inside control strings that occur in data, so that they are encoded as plain text
-
 
 class ChatFormat:
     """Turns messages into tokens with the model's own chat template, and supplies what that template does not know.
@@ -566,9 +501,9 @@ class ChatFormat:
 
     def __init__(self, tokenizer, stop_ids):
         self.tokenizer, self.stop_ids = tokenizer, set(stop_ids)
-        controls = sorted((str(t) for t in tokenizer.added_tokens_decoder.values() if len(str(t)) > 1), key=len, reverse=True)
+        controls = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
-        self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # a turn that samples one of these forges a turn
+        self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # whoever samples one of these forges a turn
         self.opened = {}                                                    # opening ids by task id
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
@@ -576,15 +511,14 @@ class ChatFormat:
 
     def probe(self):
         """What the template drops or refuses, of: system text, tools, calls in our form, tool responses."""
-        user = {"role": "user", "content": "USER"}
+        user, said = {"role": "user", "content": "USER"}, {"role": "assistant", "content": "SAID"}
         about = {"type": "object", "properties": {"ARG": {"type": "string"}}, "required": ["ARG"]}
         tool = {"type": "function", "function": {"name": "TOOL", "description": "ABOUT", "parameters": about}}
         call = {"id": "call00000", "type": "function", "function": {"name": "TOOL", "arguments": {"ARG": "VALUE"}}}
         trials = {"system": ([{"role": "system", "content": "SYSTEM"}, user], None, ["SYSTEM"]),
                   "tools": ([user], [tool], ["TOOL", "ABOUT", "ARG"]),
-                  "calls": ([user, {"role": "assistant", "content": "", "tool_calls": [call]}], None,
-                            ["<tool_call>", '"TOOL"', '"ARG"', '"VALUE"']),
-                  "tool": ([user, {"role": "assistant", "content": "SAID"}, {"role": "tool", "content": "HEARD"}], None, ["HEARD"])}
+                  "calls": ([user, {**said, "tool_calls": [call]}], None, ["<tool_call>", '"TOOL"', '"VALUE"']),
+                  "tool": ([user, said, {"role": "tool", "content": "HEARD"}], None, ["HEARD"])}
         missing = set()
         for name, (messages, tools, sentinels) in trials.items():
             try:
@@ -599,7 +533,7 @@ class ChatFormat:
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
 
     def render(self, messages, tools=None):
-        """The prompt string of messages (the first a system text): by the template where it can, else in our own words."""
+        """The prompt of messages (the first a system text): by the template where it can, else in our own words."""
         messages = [dict(m) for m in messages]
         if tools and self.missing & {"tools", "calls"}:
             messages[0]["content"] += FALLBACK_TOOLS.format(tools="\n".join(compact(t["function"]) for t in tools))
@@ -613,13 +547,13 @@ class ChatFormat:
         return self.template(messages, tools)
 
     def separators(self, role):
-        """Ids between an assistant's text and a turn of `role`, between two such turns, and from there to the next act."""
+        """Ids between an assistant's text and a turn of `role`, between two of these, and from there to the next act."""
         said, first, second = "\x02A\x03", "\x02B\x03", "\x02C\x03"
-        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": said},
-                    {"role": role, "content": first}]
-        before, after = self.render(messages).split(said)[1].split(first)
+        turns = [("system", "s"), ("user", "u"), ("assistant", said), (role, first), (role, second)]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        before, after = self.render(messages[:4]).split(said)[1].split(first)
         try:
-            between = self.render(messages + [{"role": role, "content": second}]).split(first)[1].split(second)[0]
+            between = self.render(messages).split(first)[1].split(second)[0]
         except Exception:                               # a template may refuse two such turns in a row
             between = after
         return self.encode(before), self.encode(between), self.encode(after)
@@ -659,7 +593,6 @@ class ChatFormat:
         row.extend(self.encode(self.escape(text)))
         self.join(row, self.user_to_act)
 
-
 # ---- 4. Policy: load, sample, log-probabilities ---------------------------------------------------------------------
 
 class Policy:
@@ -671,10 +604,10 @@ class Policy:
         self.model, self.tokenizer, self.device = model.to(device).eval(), tokenizer, device
         self.chat = ChatFormat(tokenizer, [i for i in ends if i is not None])
         if self.chat.missing:
-            print(f"the chat template does not know {', '.join(sorted(self.chat.missing))}: our own wording is used there")
+            print(f"the chat template does not know {sorted(self.chat.missing)}: our own wording serves there")
 
     def save(self, folder):
-        """Write model and tokenizer as save_pretrained does; first beside the folder, so that nothing is half-written."""
+        """Write model and tokenizer as save_pretrained does; beside the folder first, so that nothing is half-written."""
         part = Path(f"{folder}.part")
         shutil.rmtree(part, ignore_errors=True)
         self.model.save_pretrained(part)
@@ -684,7 +617,6 @@ class Policy:
 
     def frozen_copy(self):
         return Policy(copy.deepcopy(self.model).requires_grad_(False), self.tokenizer, self.device)
-
 
 def load_policy(folder, device):
     """A policy from a folder that save_pretrained wrote. Raises UserError if it is none."""
@@ -697,22 +629,20 @@ def load_policy(folder, device):
     require(tokenizer.chat_template, f"{folder}: its tokenizer has no chat template")
     return Policy(model, tokenizer, device)
 
-
 def row_logprobs(policy, rows, temperature):
     """Log-probability of every token but the first, given those before it: (B, T-1), float32 or wider.
 
     Rows are padded behind their last token, where a causal model cannot look, so no attention mask is needed."""
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows], device=policy.device)        # (B, T)
-    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]                                      # (B, T-1, V)
+    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]                                    # (B, T-1, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)                             # (B, T-1)
-
 
 class Stream:
     """Rows that grow side by side, and their KV cache. Each row is at a place of its own: while one samples a call,
     another may sample a response or be fed the header of its next turn."""
-    LONG = 16           # a row that has gained more tokens than this (a prompt, a long response) is fed them in one pass
+    LONG = 16           # a row that has gained more than this (a long response) is fed all of it in one pass
 
     def __init__(self, policy, rows):
         self.policy, self.rows, self.cache = policy, rows, DynamicCache()
@@ -721,7 +651,7 @@ class Stream:
             prompts[prompt] = n
         self.mask = torch.zeros(len(prompts), 0, dtype=torch.long, device=policy.device)       # (B, L): 0 marks a hole
         self.forward([list(prompt[:-1]) for prompt in prompts])
-        self.fed = [len(row.ids) - 1 for row in rows]                       # how many tokens of each row the cache holds
+        self.fed = [len(row.ids) - 1 for row in rows]                       # tokens of each row that the cache holds
         self.select([prompts[tuple(row.ids)] for row in rows])
 
     def select(self, index):
@@ -748,24 +678,23 @@ class Stream:
         return self.policy.model(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
                                  use_cache=True, logits_to_keep=1).logits[:, -1].float()                      # (B, V)
 
-    def step(self, rows, tags, temperature, generator):
-        """Feed these rows, and sample one token, with its tag, for each that has nothing left to be fed. Temperature 0
-        takes the likeliest token. Returns a bool a row: whether it gained a token."""
-        tags = {id(row): tag for row, tag in zip(rows, tags)}
-        backlog = [len(row.ids) - n if id(row) in tags else 0 for row, n in zip(self.rows, self.fed)]
+    def step(self, episodes, temperature, generator):
+        """Feed the rows of these episodes, and sample one token, tagged with the episode's role, for each that has nothing
+        left to be fed. Temperature 0 takes the likeliest token. Returns the episodes that gained a token."""
+        speakers = {id(e.row): e for e in episodes}
+        backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
         width = max(backlog) if max(backlog) > self.LONG else 1
         gained = [row.ids[n:n + min(width, b)] for row, n, b in zip(self.rows, self.fed, backlog)]
+        self.fed = [n + len(ids) for n, ids in zip(self.fed, gained)]
         logp = (self.forward(gained) / (temperature or 1.0)).log_softmax(-1)                                  # (B, V)
         token = torch.multinomial(logp.exp(), 1, generator=generator) if temperature else logp.argmax(-1, keepdim=True)
         sampled = zip(token.squeeze(1).tolist(), logp.gather(1, token).squeeze(1).tolist())                   # 2 x (B,)
-        spoke = {}
-        for n, (row, (token, logprob)) in enumerate(zip(self.rows, sampled)):
-            self.fed[n] += len(gained[n])
-            spoke[id(row)] = id(row) in tags and self.fed[n] == len(row.ids)
-            if spoke[id(row)]:
-                row.extend([token], tags[id(row)], [logprob])
-        return [spoke[id(row)] for row in rows]
-
+        spoke = []
+        for row, fed, (token, logprob) in zip(self.rows, self.fed, sampled):
+            if id(row) in speakers and fed == len(row.ids):
+                row.extend([token], speakers[id(row)].role, [logprob])
+                spoke.append(speakers[id(row)])
+        return spoke
 
 # ---- 5. Rollout -----------------------------------------------------------------------------------------------------
 
@@ -787,33 +716,35 @@ class Episode:
     world: World = None                                # with the real world as responder
 
     @property
+    def role(self):
+        return REHEARSE if self.pending else ACT
+
+    @property
     def success(self):
         return self.over == "done" and all(self.verdicts)
 
-
 def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, simulator=None, purpose="rollout"):
-    """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch."""
+    """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch.
+
+    With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
-        e.world = make_world(e.task, purpose) if responder == "world" else None
-    stream, live = Stream(policy, [e.row for e in episodes]), episodes
+        e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
+    rows, live = [e.row for e in episodes], episodes
+    streams = [(Stream(policy, rows), (ACT,)), (Stream(simulator, rows), (REHEARSE,))] if simulator else [
+        (Stream(policy, rows), (ACT, REHEARSE))]
     while live:
-        stream.keep([e.row for e in live])
-        speakers = [e for e in live if not (e.pending and simulator)]
-        if not speakers:
-            simulate(simulator, live, cfg, temperature, generator)              # a frozen model answers what is pending
-        else:
-            tags = [REHEARSE if e.pending else ACT for e in speakers]           # act, or rehearse what the call induces
-            spoke = stream.step([e.row for e in speakers], tags, temperature, generator)
-            for e in [e for e, gained in zip(speakers, spoke) if gained]:
+        for stream, roles in streams:
+            stream.keep([e.row for e in live])
+            speakers = [e for e in live if e.role in roles and not e.over]      # act, or rehearse what the call induces
+            for e in stream.step(speakers, temperature, generator) if speakers else []:
                 end_turn(policy.chat, e, cfg)
         live = [e for e in live if not e.over]
     for e in episodes:
         e.reward, e.verdicts = grade(e.task, e.calls, e.answers)
         e.reward = 0.0 if e.over == "malformed" else e.reward
     return episodes
-
 
 def end_turn(chat, e, cfg):
     """If the token just sampled completes a turn: read the turn, and open the next one or end the episode."""
@@ -831,7 +762,6 @@ def end_turn(chat, e, cfg):
         if not e.over and (len(e.row.ids) >= cfg.max_tokens or (acts >= cfg.max_turns and not e.pending)):
             e.over = "truncated"
 
-
 def act(chat, e, text):
     """Take an act turn: calls to be answered, an answer to the user, or a malformed call, which ends the episode."""
     said = parse_act(text)
@@ -848,14 +778,12 @@ def act(chat, e, text):
         else:
             chat.add_user(e.row, e.task.user[len(e.answers)])
 
-
 def hear(chat, e, text, rehearsed):
     """Take a response whose tokens stand in the row, and open the next turn."""
     e.pending.pop(0)
     e.responses.append(text.strip().removesuffix("</tool_response>").strip())
     e.rehearsed.append(rehearsed)
     chat.join(e.row, chat.tool_to_tool if e.pending else chat.to_act)
-
 
 def answer_known(chat, e):
     """Answer pending calls that need no imagination: those that do not fit the schemas, and all in the real world."""
@@ -867,34 +795,15 @@ def answer_known(chat, e):
         e.row.extend(chat.encode(chat.escape(text)))
         hear(chat, e, text, rehearsed=False)
 
-
-def simulate(simulator, episodes, cfg, temperature, generator):
-    """Let a frozen model write the next pending response of each episode. Its tokens are CONTEXT: nobody learns them."""
-    stream = Stream(simulator, [e.row for e in episodes])
-    starts = {id(e): len(e.row.ids) for e in episodes}
-    while episodes:
-        stream.keep([e.row for e in episodes])
-        spoke = stream.step([e.row for e in episodes], [CONTEXT] * len(episodes), temperature, generator)
-        for e in [e for e, gained in zip(episodes, spoke) if gained]:
-            ids = e.row.ids[starts[id(e)]:]
-            if ids[-1] in simulator.chat.stop_ids:
-                hear(simulator.chat, e, simulator.chat.decode(ids), rehearsed=True)
-                answer_known(simulator.chat, e)
-                starts.pop(id(e))
-            elif len(ids) >= cfg.max_response_tokens:
-                e.over = "truncated"
-        episodes = [e for e in episodes if id(e) in starts and not e.over]
-
-
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 
 def role_advantages(episodes, baseline, scale=False):
     """{(episode number, role): advantage}: how much better an episode did than its group, as seen from one role.
 
     A = R - b, and b, for one role in one group, is the mean reward over that role's turns (`turn`, as in the official
-    reference run), over the episodes in which the role speaks (`trajectory`), or over all episodes of the group, the same
-    for both roles (`pooled`, plain GRPO). A role that speaks in one episode only has nothing to compare with: 0. Episodes
-    that could not be scored take no part. `scale` divides by the standard deviation, weighted as the baseline is."""
+    reference run), over the episodes in which the role speaks (`trajectory`), or over all episodes, the same for both
+    roles (`pooled`, plain GRPO). A role that speaks in one episode only has nothing to compare with: 0. Episodes that could
+    not be scored take no part. `scale` divides by the standard deviation, weighted as the baseline is."""
     groups = collections.defaultdict(list)
     for i, e in enumerate(episodes):
         if e.scored:
@@ -908,17 +817,17 @@ def role_advantages(episodes, baseline, scale=False):
             signal = len(set(rewards.values())) > 1                         # else exactly 0, whatever the rounding
             total = sum(share.values()) or 1
             mean = sum(share[i] * reward for i, reward in rewards.items()) / total
-            spread = math.sqrt(sum(share[i] * (reward - mean) ** 2 for i, reward in rewards.items()) / total) if scale else 1
+            variance = sum(share[i] * (reward - mean) ** 2 for i, reward in rewards.items()) / total
+            spread = math.sqrt(variance) if scale else 1.0
             advantages.update({(i, role): (rewards[i] - mean) / spread if signal else 0.0 for i in members if turns[i]})
     return advantages
 
-
 def token_weights(rows, aggregation, roles):
-    """A weight for every token of every row. Over all rows of an update they sum to 1, so the loss is a plain sum and does
-    not depend on micro-batches, padding or order.
+    """A weight for every token of every row. Over all rows of an update they sum to 1, so the loss is a plain sum and
+    does not depend on micro-batches, padding or order.
 
-    `turn`: every turn weighs the same and its tokens share that (what the reference run's token mean with micro-batches of
-    one turn amounts to). `token`: every token weighs the same. `role`: each role weighs the same, its tokens share that."""
+    `turn`: every turn weighs the same and its tokens share that (what the reference run's token mean with micro-batches
+    of one turn amounts to). `token`: every token weighs the same. `role`: each role does, and its tokens share that."""
     turns = [t for row in rows for t in row.turns if t.role in roles]
     tokens = {role: sum(t.end - t.start for t in turns if t.role == role) for role in roles}
     speaking = sum(n > 0 for n in tokens.values())
@@ -931,7 +840,6 @@ def token_weights(rows, aggregation, roles):
                 row_weights[t.start:t.end] = [weight] * (t.end - t.start)
     return weights
 
-
 @dataclass
 class Sample:
     """A row ready for the loss: a weight and an advantage for every token."""
@@ -939,11 +847,11 @@ class Sample:
     weights: list
     advantages: list
 
-
 def training_samples(episodes, cfg):
     """The samples of one update. Rows without signal are left out: their gradient is 0, and the weights count them."""
     advantages = role_advantages(episodes, cfg.baseline, cfg.scale_advantages)
     roles = {role for role, name in ROLE_NAMES.items() if name in cfg.train_roles.split(",")}
+    roles -= {REHEARSE} if cfg.responder == "simulator" else set()          # those tokens are another model's
     scored = [i for i, e in enumerate(episodes) if e.scored]
     weights = token_weights([episodes[i].row for i in scored], cfg.aggregation, roles)
     samples = []
@@ -956,7 +864,6 @@ def training_samples(episodes, cfg):
             samples.append(Sample(row, row_weights, values))
     return samples
 
-
 def micro_batches(samples, token_budget):
     """Batches of rows of similar length, each with at most token_budget padded tokens (or of a single longer row)."""
     batches = []
@@ -966,12 +873,11 @@ def micro_batches(samples, token_budget):
         batches[-1].append(sample)
     return batches
 
-
 def surrogate_loss(policy, batch, cfg, reference=None):
-    """The share of the loss of one micro-batch (shares add up to the loss of the update), ratios (B, T-1), clipped (B, T-1).
+    """One micro-batch's share of the loss (shares add up to the loss of the update), ratios and clipped, both (B, T-1).
 
-    Clipped surrogate of PPO (arXiv 1707.06347), with a weight a token in place of a mean. The KL penalty, where a
-    reference is given, is the low-variance estimate exp(d) - d - 1 of GRPO (arXiv 2402.03300), d = log(reference / policy)."""
+    Clipped surrogate of PPO (arXiv 1707.06347) with a weight a token in place of a mean. The KL penalty, where there is
+    a reference, is GRPO's low-variance estimate exp(d) - d - 1 (arXiv 2402.03300), d = log(reference / policy)."""
     rows, width = [s.row for s in batch], max(len(s.row.ids) for s in batch)
 
     def column(lists):                                                      # token lists, without the first token
@@ -989,7 +895,6 @@ def surrogate_loss(policy, batch, cfg, reference=None):
         loss = loss + cfg.kl * (weight * (gap.exp() - gap - 1)).sum()
     return loss, ratio.detach(), ((weight > 0) & (objective < ratio * advantage)).detach()
 
-
 def update(policy, optimizer, samples, cfg, reference=None):
     """One optimiser step on all samples. Returns (gradient norm, largest |ratio - 1|, share of tokens clipped), or None
     where loss or gradient was not finite: then nothing is changed."""
@@ -1005,11 +910,10 @@ def update(policy, optimizer, samples, cfg, reference=None):
     optimizer.step()
     return norm, error, cut / sum(weight > 0 for s in samples for weight in s.weights)
 
-
 # ---- 7. Warm start --------------------------------------------------------------------------------------------------
 
 def believe(task, rng, cfg):
-    """The facts of one demonstration: some shuffled where the task allows it, otherwise the truth with stale values in it."""
+    """The facts of a demonstration: some shuffled where the task allows it, otherwise the truth with stale values in it."""
     facts = copy.deepcopy(task.facts)
     if task.shuffle and rng.random() < cfg.fresh:
         for category in task.shuffle:
@@ -1020,7 +924,6 @@ def believe(task, rng, cfg):
         facts[category].update({key: value for key, value in stale.items() if rng.random() < cfg.stale})
     return facts
 
-
 def blunder(task, move, wrong_answers, rng):
     """A wrong act turn in place of move: the answer to another task, or a call drawn at random from the schemas."""
     if isinstance(move, str):
@@ -1029,11 +932,10 @@ def blunder(task, move, wrong_answers, rng):
     return [tool_call(function["name"], **{name: rng.choice(about["enum"]) if "enum" in about else rng.randint(1, 9)
                                            for name, about in function["parameters"]["properties"].items()})]
 
-
 def demonstrate(task, rng, cfg, wrong_answers):
-    """One demonstration as [(tag, text)], later user turns tagged CONTEXT: the oracle acts and its believed world answers,
-    both with the same beliefs. None where the oracle saw no way or took too long."""
-    world, heard, script = make_world(task, "demonstration", believe(task, rng, cfg)), [], []
+    """One demonstration as [(tag, text)], later user turns tagged CONTEXT: the oracle acts and its believed world answers.
+    None where the oracle saw no way or took too long."""
+    world, heard, script = WORLDS[task.world](task, "demonstration", believe(task, rng, cfg)), [], []
     for number, goal in enumerate(task.goal):
         script += [(CONTEXT, task.user[number])] if number else []
         while True:
@@ -1051,7 +953,6 @@ def demonstrate(task, rng, cfg, wrong_answers):
                 script.append((REHEARSE, compact(heard[-1][1])))
     return script
 
-
 def demonstrations(tasks, cfg):
     """The warm-start corpus: warm_steps x warm_batch pairs (task, script)."""
     rng, wrong, corpus = random.Random(f"demonstrations {cfg.seed}"), collections.defaultdict(list), []
@@ -1062,7 +963,6 @@ def demonstrations(tasks, cfg):
         script = demonstrate(task, rng, cfg, wrong)
         corpus += [(task, script)] if script else []
     return corpus
-
 
 def script_row(chat, task, script):
     """The row that a rollout would have made of a script, with the same tags."""
@@ -1078,10 +978,9 @@ def script_row(chat, task, script):
             row.extend(chat.encode(text if tag == ACT else chat.escape(text)) + [chat.tokenizer.eos_token_id], tag)
     return row
 
-
 def build_tokenizer(corpus):
-    """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, so that
-    a name or a number has the same tokens in a question, a call and a response: copying is then one rule, not a table."""
+    """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, so
+    that a name or number has the same tokens in question, call and response: copying is then one rule, not a table."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     texts = ["system user assistant tool"] * 100 + [
         text for task, script in corpus[:4000] for text in
@@ -1097,22 +996,19 @@ def build_tokenizer(corpus):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
                                    additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
 
-
 def build_tiny(tokenizer, cfg):
     """A randomly initialised Qwen3 of less than a million parameters."""
     torch.manual_seed(cfg.seed)
-    model = transformers.Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=cfg.hidden, intermediate_size=3 * cfg.hidden, num_hidden_layers=cfg.layers,
-        num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads, head_dim=cfg.hidden // cfg.heads,
+    return transformers.Qwen3ForCausalLM(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=cfg.hidden, intermediate_size=3 * cfg.hidden,
+        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads, head_dim=cfg.hidden // cfg.heads,
         max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id))
-    return model
-
+        pad_token_id=tokenizer.pad_token_id, initializer_range=0.06))
 
 def warm_start(tasks, cfg, device):
     """The base policy: the tiny model after a short supervised training on demonstrations. It stands for pre-training: a
-    real model knows tool formats and has beliefs about the world before any reinforcement. The demonstrations come from an
-    oracle that errs now and then and holds stale beliefs, always the same ones, so that greedy decoding cannot average
+    real model knows tool formats and has beliefs about the world before any reinforcement. The demonstrations come from
+    an oracle that errs now and then and holds stale beliefs, always the same ones, so that greedy decoding cannot average
     them away. The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
     corpus = demonstrations([task for task in tasks if task.split == "train"], cfg)
     tokenizer = build_tokenizer(corpus)
@@ -1129,7 +1025,6 @@ def warm_start(tasks, cfg, device):
         policy.save(folder)
     return load_policy(folder, device)
 
-
 def length_batches(rows, cfg):
     """Batches of rows of similar length, to save padding: sorted within windows of eight batches, then shuffled."""
     batches, window, rng = [], 8 * cfg.warm_batch, random.Random(f"batches {cfg.seed}")
@@ -1138,7 +1033,6 @@ def length_batches(rows, cfg):
         some = [near[m:m + cfg.warm_batch] for m in range(0, len(near), cfg.warm_batch)]
         batches += rng.sample(some, len(some))
     return batches
-
 
 def fit_demonstrations(policy, rows, cfg):
     """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
@@ -1162,57 +1056,54 @@ def fit_demonstrations(policy, rows, cfg):
             optimizer.zero_grad(set_to_none=True)
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
-
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 
 def train(cfg):
-    """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation; returns result.json's content."""
-    run, device = RunFolder(cfg), pick_device(cfg)
+    """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns what result.json holds."""
+    run, device, tasks = RunFolder(cfg), pick_device(cfg), load_tasks(cfg.tasks)
     if run.result:
-        print(f"{run.path} holds a finished run of this configuration")
+        print(f"{run.path} holds the finished run of this configuration")
         return run.result
-    tasks = load_tasks(cfg.tasks)
-    learn, held_out = ([t for t in tasks if t.split == split] for split in ("train", "eval"))
+    learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     clock = Clock()
     policy = warm_start(learn, cfg, device) if cfg.model == "tiny" else load_policy(cfg.model, device)
     clock.lap("warm_start")
-    simulator, reference = helpers(policy, cfg)
+    simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
     state = run.resume(policy, optimizer, clock)
-    if state["base"] is None:
-        state["base"] = evaluate(policy, held_out, cfg, "base")
+    if not state["base"]:
+        state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
         clock.lap("eval")
-    bar = tqdm(range(state["round"], cfg.rounds), desc="training", unit="round", initial=state["round"], total=cfg.rounds, disable=None)
-    with finish_on_interrupt() as interrupted:
-        for number in bar:
-            metrics, episodes = train_round(policy, optimizer, learn, cfg, number, simulator, reference, clock)   # steps 1 to 6
-            state.update(round=number + 1, skipped=0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"])
-            require(state["skipped"] < 10, f"{state['skipped']} steps in a row had a loss or gradient that was not finite, up to "
-                    f"round {number}; {run.path} keeps the last good checkpoint; try a lower --lr")
-            if cfg.probe_every and (number + 1) % cfg.probe_every == 0 and held_out:
-                state["probe"] = probe(policy, held_out, cfg, number)
-                clock.lap("eval")
-            state["episodes"] += len(episodes)
-            state["world_calls"] += metrics["world_calls"]
-            run.log({**metrics, **state["probe"]}, episodes[:cfg.log_episodes])
-            tqdm.write(status_line(metrics, state["probe"], clock))
-            if (number + 1) % cfg.checkpoint_every == 0 or interrupted:
-                run.checkpoint(policy, optimizer, state, clock)
-            if interrupted:
-                raise KeyboardInterrupt
-    trained = evaluate(policy, held_out, cfg, "trained")
+    bar = tqdm(total=cfg.rounds, initial=state["round"], desc="training", unit="round", disable=None)
+    while state["round"] < cfg.rounds:
+        metrics, episodes = train_round(policy, optimizer, learn, cfg, state["round"], simulator, reference, clock)
+        state["round"] += 1
+        if cfg.probe_every and state["round"] % cfg.probe_every == 0:
+            state["probe"] = probe(policy, held_out, cfg, state["round"])
+            clock.lap("eval")
+        state["episodes"] += len(episodes)
+        state["world_calls"] += metrics["world_calls"]
+        state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
+        run.log({**metrics, **state["probe"]}, episodes[:cfg.log_episodes])
+        tqdm.write(status_line(metrics, state["probe"], clock))
+        bar.update()
+        require(state["skipped"] < 10, f"{state['skipped']} steps in a row had no finite loss and gradient: stopped; "
+                f"{run.path} keeps the last good checkpoint; try a lower --lr")
+        if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
+            run.checkpoint(policy, optimizer, state, clock)
+    trained = evaluate(policy, held_out, cfg, "trained", cfg.eval_samples)
     clock.lap("eval")
     return run.finish(policy, state, trained, clock)
 
-
-def helpers(policy, cfg):
-    """The frozen models that training may need: the simulator that answers calls, the reference of the KL penalty."""
-    simulator = None
-    if cfg.responder == "simulator":
-        simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device)
-    return simulator, policy.frozen_copy() if cfg.kl else None
-
+def frozen_simulator(policy, cfg):
+    """The model that answers calls with --responder simulator, else None. It reads the policy's tokens: they must agree."""
+    if cfg.responder != "simulator":
+        return None
+    simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device)
+    same = simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    require(same, f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
+    return simulator
 
 def choose_tasks(tasks, cfg, number):
     """The tasks of one round: every task comes once before any comes again, in an order fixed by the seed."""
@@ -1222,78 +1113,52 @@ def choose_tasks(tasks, cfg, number):
         chosen.append(tasks[order[place % len(tasks)]])
     return chosen
 
-
 def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clock):
-    """One round: a group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
-    chosen, calls_before = choose_tasks(tasks, cfg, number), LEDGER["rollout"]
+    """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
+    chosen, world_calls = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                       # step 1
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
-    episodes = rollout(policy, [chosen[n] for n in groups], cfg, cfg.responder, seeded(policy.device, cfg.seed, "round", number),
-                       cfg.temperature, groups, simulator)
+    generator = seeded(policy.device, cfg.seed, "round", number)
+    episodes = rollout(policy, [chosen[n] for n in groups], cfg, cfg.responder, generator, cfg.temperature, groups, simulator)
+    world_calls = LEDGER["rollout"] - world_calls                                                   # steps 2 to 4 are done
     clock.lap("rollout", tokens=sum(len(e.row.ids) for e in episodes))
     steps, skipped = [], 0
     for m in range(cfg.minibatches):
-        samples = training_samples([e for e in episodes if e.group % cfg.minibatches == m], cfg)
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * min(1.0, (number * cfg.minibatches + m + 1) / cfg.lr_warmup)
-        if samples:                                                         # no signal anywhere: no optimiser step
-            step = update(policy, optimizer, samples, cfg, reference)
-            steps += [step] if step else []
-            skipped += step is None
+        samples = training_samples([e for e in episodes if e.group % cfg.minibatches == m], cfg)    # step 5
+        optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, (number * cfg.minibatches + m + 1) / cfg.lr_warmup)
+        step = update(policy, optimizer, samples, cfg, reference) if samples else ()                # step 6; () is no signal
+        steps += [step] if step else []
+        skipped += step is None
         clock.lap("update", tokens=sum(len(s.row.ids) for s in samples))
-    return round_metrics(episodes, steps, skipped, number, LEDGER["rollout"] - calls_before), episodes
-
+    return round_metrics(episodes, steps, skipped, number, world_calls), episodes
 
 def round_metrics(episodes, steps, skipped, number, world_calls):
-    """What a line of metrics.jsonl says of a round; README has the glossary. Nothing that depends on the clock."""
-    groups = collections.defaultdict(set)
+    """A line of metrics.jsonl; README has the glossary. Nothing in it depends on the clock."""
+    groups, endings = collections.defaultdict(set), collections.Counter(e.over for e in episodes)
     for e in episodes:
         groups[e.group].add(e.reward)
-    sampled = {role: [lp for e in episodes for lp, tag in zip(e.row.logprobs, e.row.tags) if tag == role] for role in ROLE_NAMES}
-    metrics = {"round": number, "reward": mean([e.reward for e in episodes]), "success": mean([e.success for e in episodes]),
-               "no_signal": mean([len(rewards) == 1 for rewards in groups.values()]), "fidelity": ratio(fidelity(episodes)),
-               "grad_norm": mean([norm for norm, _, _ in steps]), "clipped": mean([cut for _, _, cut in steps]),
+    metrics = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
+               "no_signal": mean(len(rewards) == 1 for rewards in groups.values()), "fidelity": ratio(fidelity(episodes)),
+               "grad_norm": mean(norm for norm, _, _ in steps), "clipped": mean(cut for _, _, cut in steps),
                "first_ratio_error": steps[0][1] if steps else None, "steps": len(steps), "skipped_steps": skipped,
-               "truncated": sum(e.over == "truncated" for e in episodes), "malformed": sum(e.over == "malformed" for e in episodes),
+               "truncated": endings["truncated"], "malformed": endings["malformed"],
                "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
     for role, name in ROLE_NAMES.items():
-        metrics.update({f"{name}_tokens": len(sampled[role]), f"{name}_entropy": -mean(sampled[role]) if sampled[role] else None})
+        surprise = [-logprob for e in episodes for logprob, tag in zip(e.row.logprobs, e.row.tags) if tag == role]
+        metrics.update({f"{name}_tokens": len(surprise), f"{name}_entropy": mean(surprise)})
     return metrics
 
-
 def probe(policy, tasks, cfg, number):
-    """A short look at the reality gap: a fixed sample of held-out tasks, one episode each in the world and one imagined."""
+    """A short look at the reality gap: a fixed sample of held-out tasks, an episode in the world and an imagined one each."""
     some = random.Random("probe").sample(tasks, min(cfg.probe_tasks, len(tasks)))
-    world, imagined = (mean([e.success for e in run_tasks(policy, some, cfg, responder, cfg.temperature, f"probe {number} {responder}")])
-                       for responder in ("world", "rehearsal"))
-    return {"probe_round": number, "world_success": world, "imagined_success": imagined, "reality_gap": imagined - world}
-
+    result = evaluate(policy, some, cfg, f"probe {number}", samples=1)
+    return {key: result[key] for key in ("world_success", "imagined_success", "reality_gap")}
 
 def status_line(m, probe, clock):
+    """What the terminal shows of a round."""
     show = lambda value: "  -  " if value is None else f"{value:5.2f}"
-    return (f"round {m['round']:3d}  reward {show(m['reward'])}  no signal {m['no_signal']:4.0%}  fidelity {show(m['fidelity'])}  "
-            f"reality gap {show(probe.get('reality_gap'))}  grad norm {show(m['grad_norm'])}  tokens/s {clock.speed('rollout')} "
-            f"rollout, {clock.speed('update')} update")
-
-
-class finish_on_interrupt:
-    """While it lasts, Ctrl-C lets the round end first; a second Ctrl-C stops at once. Truth value: Ctrl-C was pressed."""
-
-    def __enter__(self):
-        self.pressed, self.before = False, signal.signal(signal.SIGINT, self.press)
-        return self
-
-    def press(self, *_):
-        if self.pressed:
-            raise KeyboardInterrupt
-        self.pressed = True
-        tqdm.write("finishing this round; Ctrl-C again stops at once")
-
-    def __bool__(self):
-        return self.pressed
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
-
+    return (f"round {m['round']:3d}  reward {show(m['reward'])}  no signal {m['no_signal']:4.0%}  fidelity {show(m['fidelity'])}"
+            f"  reality gap {show(probe.get('reality_gap'))}  grad norm {show(m['grad_norm'])}"
+            f"  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
 
 class Clock:
     """Seconds and tokens by kind of work; kept out of metrics.jsonl, which must not differ between equal runs."""
@@ -1310,114 +1175,105 @@ class Clock:
     def speed(self, kind):
         return round(self.tokens[kind] / self.seconds[kind]) if self.seconds[kind] else 0
 
-
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
 
 def mean(values):
+    values = list(values)
     return sum(values) / len(values) if values else None
-
 
 def ratio(counts):
     """Share of hits in {key: [hits, all]}, None where there is nothing to count."""
     total = sum(n for _, n in counts.values())
     return sum(hits for hits, _ in counts.values()) / total if total else None
 
-
 def seeded(device, *names):
-    """A random generator that depends on the names alone, so that a resumed run draws what an uninterrupted one would."""
+    """A random generator that depends on the names alone: a resumed run draws what an uninterrupted one would."""
     digest = hashlib.sha256(repr(names).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
-
 def compare_responses(e):
     """[(equal as JSON, what a fresh World answers after the same calls)] for every answered call of an episode."""
-    world, pairs = make_world(e.task, "grading"), []
+    world, pairs = WORLDS[e.task.world](e.task, "grading"), []
     for call, text in zip(e.calls, e.responses):
-        truth = world.call(call)
+        truth = compact(world.call(call))
         try:
-            pairs.append((compact(json.loads(text)) == compact(truth), truth))
+            pairs.append((compact(json.loads(text)) == truth, truth))
         except (ValueError, RecursionError):
             pairs.append((False, truth))
     return pairs
-
 
 def fidelity(episodes):
     """{tool: [equal, all]} over imagined responses: how many equal what the World answers after the same calls."""
     counts = collections.defaultdict(lambda: [0, 0])
     for e in episodes:
-        if e.task.world and any(e.rehearsed):
-            for call, (same, _), rehearsed in zip(e.calls, compare_responses(e), e.rehearsed):
-                counts[call["name"]][0] += same and rehearsed
-                counts[call["name"]][1] += rehearsed
+        for call, imagined, (same, _) in zip(e.calls, e.rehearsed, compare_responses(e) if e.task.world else []):
+            if imagined:
+                counts[call["name"]][0] += same
+                counts[call["name"]][1] += 1
     return counts
-
 
 def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simulator=None):
     """`samples` graded episodes of each task, for evaluation; the random numbers follow from the seed and the label."""
-    jobs, generator, episodes = [task for task in tasks for _ in range(samples)], seeded(policy.device, cfg.seed, label), []
-    size = cfg.tasks_per_round * cfg.group
+    jobs, episodes, size = [task for task in tasks for _ in range(samples)], [], cfg.tasks_per_round * cfg.group
+    generator = seeded(policy.device, cfg.seed, label, responder)
     for n in tqdm(range(0, len(jobs), size), desc=label, unit="batch", leave=False, disable=None):
         episodes += rollout(policy, jobs[n:n + size], cfg, responder, generator, temperature, None, simulator, "evaluation")
     return episodes
 
-
 def by_domain(episodes):
-    return {domain: [e for e in episodes if e.task.domain == domain] for domain in sorted({e.task.domain for e in episodes})}
+    domains = sorted({e.task.domain for e in episodes})
+    return {domain: [e for e in episodes if e.task.domain == domain] for domain in domains}
 
-
-def evaluate(policy, tasks, cfg, label):
-    """Success on tasks in the World, sampled and greedy, and as imagined; fidelity; reality gap; all of it by domain too."""
-    has_world = [task for task in tasks if task.world]
-    world = run_tasks(policy, has_world, cfg, "world", cfg.temperature, f"{label}: world", cfg.eval_samples)
-    greedy = run_tasks(policy, has_world, cfg, "world", 0.0, f"{label}: world, greedy")
-    imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", cfg.eval_samples)
+def evaluate(policy, tasks, cfg, label, samples):
+    """Success on tasks in the World (sampled, greedy) and as imagined, fidelity, reality gap; all of it by domain too."""
+    with_world = [task for task in tasks if task.world]
+    world = run_tasks(policy, with_world, cfg, "world", cfg.temperature, f"{label}: world", samples)
+    greedy = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy")
+    imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", samples)
 
     def measures(world, greedy, imagined):
-        real, dreamt = mean([e.success for e in world]), mean([e.success for e in imagined])
-        return {"world_success": real, "world_success_greedy": mean([e.success for e in greedy]), "imagined_success": dreamt,
+        real, dreamt = mean(e.success for e in world), mean(e.success for e in imagined)
+        return {"world_success": real, "world_success_greedy": mean(e.success for e in greedy), "imagined_success": dreamt,
                 "fidelity": ratio(fidelity(imagined)), "reality_gap": None if None in (real, dreamt) else dreamt - real}
     parts = [by_domain(episodes) for episodes in (world, greedy, imagined)]
     tools = {tool: hits / n for tool, (hits, n) in sorted(fidelity(imagined).items())}
     return {**measures(world, greedy, imagined), "fidelity_by_tool": tools,
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
-
 def pass_at_k(n, correct, k):
     """Unbiased chance that at least one of k samples is right, from n samples of which some are (arXiv 2107.03374)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
 
 def write_json(path, content):
     part = Path(f"{path}.part")
     part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
 
-
 class RunFolder:
     """config.json, metrics.jsonl, episodes.jsonl, checkpoint.pt, and at the end result.json and model/."""
 
     def __init__(self, cfg):
-        self.cfg, self.path = cfg, Path(cfg.out)
-        config, self.result = asdict(cfg), None
+        self.cfg, self.path, self.result = cfg, Path(cfg.out), None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not (self.path / "config.json").exists():
-                write_json(self.path / "config.json", config)
+                write_json(self.path / "config.json", asdict(cfg))
             saved = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
             if (self.path / "result.json").exists():
                 self.result = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"--out {self.path}: the run folder cannot be written or read ({error})")
-        other = [f"{key}={saved.get(key)!r} there, {value!r} here" for key, value in config.items() if saved.get(key) != value and key != "out"]
-        require(not other, f"--out {self.path}: holds a run of another configuration ({'; '.join(other)}); name another folder")
+        other = [f"{key} is {saved.get(key)!r} there and {value!r} here" for key, value in asdict(cfg).items()
+                 if key != "out" and saved.get(key) != value]
+        require(not other, f"--out {self.path} holds a run of another configuration: {'; '.join(other)}")
 
     def log(self, metrics, episodes):
-        with open(self.path / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(compact(metrics) + "\n")
-        with open(self.path / "episodes.jsonl", "a", encoding="utf-8") as file:
-            for e in episodes:
-                file.write(compact({"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward, "over": e.over,
-                                    "calls": e.calls, "responses": e.responses, "answers": e.answers}) + "\n")
+        """Append a line to metrics.jsonl, and the episodes, readable, to episodes.jsonl."""
+        lines = [{"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward, "ended": e.over,
+                  "calls": e.calls, "responses": e.responses, "answers": e.answers} for e in episodes]
+        for name, rows in (("metrics.jsonl", [metrics]), ("episodes.jsonl", lines)):
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.write("".join(compact(row) + "\n" for row in rows))
 
     def checkpoint(self, policy, optimizer, state, clock):
         part = self.path / "checkpoint.part"
@@ -1436,45 +1292,42 @@ class RunFolder:
             clock.seconds.update(saved["seconds"])
             clock.tokens.update(saved["tokens"])
             print(f"going on with {self.path} at round {state['round']}")
-        for name in ("metrics.jsonl", "episodes.jsonl"):
-            path = self.path / name
+        for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
             lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["round"] < state["round"]]
             path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         return state
 
     def finish(self, policy, state, trained, clock):
+        """Save the policy and write result.json; returns its content."""
         policy.save(self.path / "model")
         seconds = {"warm_start": clock.seconds["warm_start"], "train": clock.seconds["rollout"] + clock.seconds["update"],
                    "eval": clock.seconds["eval"], "total": sum(clock.seconds.values())}
-        result = {"base": state["base"], "trained": trained, "world_calls_in_rollouts": state["world_calls"], "episodes": state["episodes"],
-                  "seed": self.cfg.seed, "seconds": {key: round(value, 1) for key, value in seconds.items()},
-                  "tokens_per_second": {kind: clock.speed(kind) for kind in ("rollout", "update")}, "config": asdict(self.cfg)}
+        result = {"base": state["base"], "trained": trained, "world_calls_in_rollouts": state["world_calls"],
+                  "episodes": state["episodes"], "seed": self.cfg.seed, "seconds": {k: round(v, 1) for k, v in seconds.items()},
+                  "tokens_per_second": {k: clock.speed(k) for k in ("rollout", "update")}, "config": asdict(self.cfg)}
         write_json(self.path / "result.json", result)
         return result
-
 
 # ---- 11. Commands ---------------------------------------------------------------------------------------------------
 
 def command_train(cfg):
     result = train(cfg)
     print(result_table(result))
-    print(f"{result['episodes']} training episodes, {result['world_calls_in_rollouts']} calls to the world in them; "
-          f"{result['seconds']['total']:.0f} s; all of it is in {cfg.out}")
-
+    print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
+          f"{result['seconds']['total']:.0f} s; everything is in {cfg.out}")
 
 def result_table(result):
     """The printed table: base, trained and change, over all held-out tasks and by domain."""
     show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
     lines = [f"{'held-out tasks':34}  base  trained  change"]
-    pairs = [("all", result["base"], result["trained"])] + [
-        (domain, result["base"]["by_domain"][domain], trained) for domain, trained in result["trained"]["by_domain"].items()]
-    for name, base, trained in pairs:
+    for name in ("all", *result["trained"]["by_domain"]):
+        base, trained = (part if name == "all" else part["by_domain"][name] for part in (result["base"], result["trained"]))
         for key in ("world_success", "world_success_greedy", "imagined_success", "fidelity", "reality_gap"):
             change = None if None in (base[key], trained[key]) else trained[key] - base[key]
-            lines.append(f"{name + ': ' + key.replace('_', ' '):34}{show(base[key])}  {show(trained[key])}   {show(change, '+')}")
+            label = f"{name}: {key.replace('_', ' ')}"
+            lines.append(f"{label:34}{show(base[key])}  {show(trained[key])}   {show(change, '+')}")
     return "\n".join(lines)
-
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
@@ -1483,90 +1336,84 @@ def open_policy(cfg):
     policy = load_policy(folder, pick_device(cfg))
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
-    for task in tasks:
-        require(task.world or cfg.responder != "world", f"--responder world: task {task.id} has no world; use --responder rehearsal")
-    require(cfg.responder != "simulator" or cfg.simulator != "base", "--responder simulator: name a model folder with --simulator")
-    return policy, tasks, helpers(policy, cfg)[0]
-
+    homeless = [task.id for task in tasks if not task.world]
+    require(cfg.responder != "world" or not homeless, f"--responder world: tasks without a world, {homeless[:3]}; use rehearsal")
+    require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
+    return policy, tasks, frozen_simulator(policy, cfg)
 
 def command_eval(cfg):
     policy, tasks, simulator = open_policy(cfg)
     samples = cfg.eval_samples if cfg.temperature else 1
     episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
-    print(f"{len(tasks)} tasks of split {cfg.split}, {samples} episodes each, temperature {cfg.temperature:g}, responder {cfg.responder}")
+    print(f"{len(tasks)} tasks of split {cfg.split}, {samples} episodes each, temperature {cfg.temperature}, {cfg.responder}")
     for name, part in [("all", episodes), *by_domain(episodes).items()]:
-        hits = collections.Counter()
-        for e in part:
-            hits[e.task.id] += e.success
-        passes = "  ".join(f"pass@{k} {mean([pass_at_k(samples, n, k) for n in hits.values()]):.3f}"
-                           for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples)
-        real = ratio(fidelity(part))
-        print(f"{name:10} success {mean([e.success for e in part]):.3f}  {passes}" + (f"  fidelity {real:.3f}" if real is not None else ""))
-
+        hits = collections.Counter({e.task.id: 0 for e in part})
+        hits.update(e.task.id for e in part if e.success)
+        passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits.values()):.3f}"
+                  for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples]
+        known = [f"fidelity {ratio(fidelity(part)):.3f}"] if fidelity(part) else []
+        print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
 
 def command_show(cfg):
     policy, tasks, simulator = open_policy(cfg)
     chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
     require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
     group = run_tasks(policy, chosen, cfg, cfg.responder, cfg.temperature, "show", cfg.group, simulator)
-    for e in group:
-        e.group = 0
+    for other in group:
+        other.group = 0
     e, advantages = group[0], role_advantages(group, cfg.baseline, cfg.scale_advantages)
     print(paint_row(policy, e.row))
-    print("\ntokens: " + ", ".join(f"{e.row.tags.count(tag)} {name}" for tag, name in [(CONTEXT, "context"), *ROLE_NAMES.items()]))
-    truths = compare_responses(e) if e.task.world else [(None, None)] * len(e.responses)
-    for call, text, rehearsed, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
-        verdict = "" if truth is None else "  = the world" if same else f"  the world: {compact(truth)}"
-        print(f"{call['name']} {compact(call['arguments'])} -> {text}  ({'imagined' if rehearsed else 'real'}){verdict}")
+    names = {CONTEXT: "context", **ROLE_NAMES}
+    print("\ntokens: " + ", ".join(f"{e.row.tags.count(tag)} {name}" for tag, name in names.items()))
+    truths = compare_responses(e) if e.task.world else [(False, "(this task has none)")] * len(e.responses)
+    for call, text, imagined, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
+        print(f"{call['name']} {compact(call['arguments'])} -> {text}  {'imagined' if imagined else 'real'}; "
+              f"the world: {'the same' if same else truth}")
     for check, verdict in zip(e.task.checks, e.verdicts):
         print(f"{'pass' if verdict else 'FAIL'}  {compact(check)}")
     print(f"ended: {e.over}; reward {e.reward:.2f}\nthe group (reward, advantage of act, of rehearse):")
     for i, other in enumerate(group):
-        print(f"  {other.reward:.2f}  " + "  ".join(f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES))
-
+        values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
+        print("  ".join([f"  {other.reward:.2f}", *values]))
 
 def paint_row(policy, row):
     """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
-    colours, text, start = {CONTEXT: "\033[2m", ACT: "\033[1;32m", REHEARSE: "\033[1;35m"}, "", 0
-    for n in range(1, len(row.ids) + 1):
-        if n == len(row.ids) or row.tags[n] != row.tags[start]:
-            part, tag = policy.tokenizer.decode(row.ids[start:n], skip_special_tokens=False), row.tags[start]
-            if sys.stdout.isatty():
-                text += colours[tag] + part + "\033[0m"
-            else:
-                text += part if tag == CONTEXT else f"[{ROLE_NAMES[tag]}|{part}]"
-            start = n
+    text, colours = "", {CONTEXT: "\033[2m", ACT: "\033[1;32m", REHEARSE: "\033[1;35m"}
+    for tag, pairs in itertools.groupby(zip(row.tags, row.ids), key=lambda pair: pair[0]):
+        part = policy.tokenizer.decode([token for _, token in pairs], skip_special_tokens=False)
+        marked = part if tag == CONTEXT else f"[{ROLE_NAMES[tag]}|{part}]"
+        text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
-
 
 COMMANDS = {"train": (command_train, "train a policy and evaluate it before and after"),
             "eval": (command_eval, "success of a saved policy on one split"),
             "show": (command_show, "one episode with every token's role, and the world beside it")}
 DEFAULTS = {"eval": {"responder": "world"}, "show": {"group": 4}}       # where a command's default is not Config's
-
+SAVED_POLICY_FLAGS = """out seed device threads tasks model responder simulator temperature max_turns max_act_tokens
+    max_response_tokens max_tokens tasks_per_round group baseline scale_advantages eval_samples split task""".split()
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message}; --help lists every flag")
 
-
 def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
-    parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command, (_, help) in COMMANDS.items():
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
         for f in fields(Config):
-            if command == "train" and f.name in ("split", "task") or command != "train" and f.name in TRAIN_ONLY:
+            if f.name in ("split", "task") if command == "train" else f.name not in SAVED_POLICY_FLAGS:
                 continue
-            default = DEFAULTS.get(command, {}).get(f.name, f.default)
-            how = {"action": argparse.BooleanOptionalAction} if f.type is bool else {"type": f.type, "choices": f.metadata["choices"]}
-            sub.add_argument("--" + f.name.replace("_", "-"), default=default, help=f"{f.metadata['help']} (default: {default})", **how)
+            default, flag = DEFAULTS.get(command, {}).get(f.name, f.default), "--" + f.name.replace("_", "-")
+            kind = {"type": f.type, "choices": f.metadata["choices"]}
+            kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+            sub.add_argument(flag, default=default, help=f"{f.metadata['help']} (default: {'none' if default == '' else default})", **kind)
     flags = vars(parser.parse_args(arguments))
     return flags.pop("command"), Config(**flags)
-
 
 def main(arguments=None):
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 130 after Ctrl-C."""
@@ -1576,14 +1423,13 @@ def main(arguments=None):
         command, cfg = parse_flags(sys.argv[1:] if arguments is None else arguments)
         check_config(cfg, command)
         COMMANDS[command][0](cfg)
+        return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
-    return 0
-
 
 if __name__ == "__main__":
     sys.exit(main())
