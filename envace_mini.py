@@ -22,8 +22,7 @@ One episode, one token sequence; the tags under it say who wrote each token and 
   python envace_mini.py show                     one episode, token by token, and what the world would have said
   python envace_mini.py train --help             every flag with its default and its reason
 
-Departures from the paper and from the official reference run:
-  here                                                    there
+Departures: here                                          in the paper, or in the official reference run
   inline rehearsal: both roles in one sequence            each rehearsal is a prompt of its own
   a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a model as judge
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
@@ -32,15 +31,11 @@ Departures from the paper and from the official reference run:
   a call that does not fit the schemas is refused by code the rehearsal decides
   an episode that cannot be scored is left out            it scores 0
 """
-import argparse, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
-from dataclasses import asdict, dataclass, field, fields
+import argparse, array, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-
-import numpy as np
-import torch
-import transformers
+import torch, transformers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedTokenizerFast, Qwen3Config
 
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
@@ -53,14 +48,12 @@ def require(condition, message):
         raise UserError(message)
 
 # ---- 1. Config: every flag, its default and its reason --------------------------------------------------------------
-
 def option(default, help, choices=None):
     return field(default=default, metadata={"help": help, "choices": choices})
 
 @dataclass
 class Config:
     """All settings of a run; each field is a flag of the same name (`--tasks-per-round 12`)."""
-    # the run
     out: str = option("runs/toy", "run folder; the same command goes on with a run that was interrupted")
     seed: int = option(0, "all random choices follow from it: same seed, same machine, same numbers")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes the GPU where there is one")
@@ -71,10 +64,10 @@ class Config:
     hidden: int = option(128, "width of the tiny model, a multiple of 2 x heads")
     layers: int = option(3, "layers of the tiny model")
     heads: int = option(4, "attention heads of the tiny model")
-    warm_steps: int = option(900, "optimiser steps on demonstrations; copying appears suddenly, after some 300")
+    warm_steps: int = option(900, "optimiser steps on demonstrations; after too few it cannot copy what it reads")
     warm_batch: int = option(16, "demonstrations a step; small batches and many steps beat large batches here")
     warm_lr: float = option(6e-3, "Muon's learning rate for the matrices; AdamW takes half of it for the rest")
-    blunder: float = option(0.08, "share of demonstrated act turns that are replaced by a wrong one")
+    blunder: float = option(0.1, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.65, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.5, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
@@ -91,13 +84,14 @@ class Config:
     tasks_per_round: int = option(12, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
     minibatches: int = option(2, "optimiser steps a round, each on its share of the groups")
-    lr: float = option(2e-4, "AdamW's learning rate in training")
+    lr: float = option(4e-4, "AdamW's learning rate in training; it falls to a tenth of this by the last round")
     lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break")
     clip: float = option(0.2, "clip range of the probability ratio")
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
-    baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, or one "
-                           "mean for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
-    aggregation: str = option("turn", "what weighs the same: every turn, every token, or each role", ("turn", "token", "role"))
+    baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, "
+                           "or one mean for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
+    aggregation: str = option("turn", "what weighs the same: every turn, every token, or each role",
+                              ("turn", "token", "role"))
     train_roles: str = option("act,rehearse", "which roles learn", ("act,rehearse", "act", "rehearse"))
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
@@ -111,15 +105,13 @@ class Config:
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
     log_episodes: int = option(2, "episodes a round written to episodes.jsonl")
 
-MAY_BE_ZERO = {"seed", "temperature", "rounds", "kl", "probe_every", "log_episodes", "blunder", "stale", "fresh"}
-
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
+    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "log_episodes", "blunder", "stale", "fresh"}
     for f in fields(cfg):
-        value, flag = getattr(cfg, f.name), "--" + f.name.replace("_", "-")
-        if f.type in (int, float):
-            require(math.isfinite(value) and (value > 0 or (value == 0 and f.name in MAY_BE_ZERO)),
-                    f"{flag} must be a number {'of at least' if f.name in MAY_BE_ZERO else 'above'} 0, not {value}")
+        value, bound = getattr(cfg, f.name), "of at least" if f.name in may_be_zero else "above"
+        fits = f.type not in (int, float) or (math.isfinite(value) and value >= 0 and (value or f.name in may_be_zero))
+        require(fits, f"--{f.name.replace('_', '-')} must be a number {bound} 0, not {value}")
     require(max(cfg.blunder, cfg.stale, cfg.fresh) <= 1, "--blunder, --stale and --fresh are shares between 0 and 1")
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
     require(command != "train" or cfg.temperature > 0, "--temperature must be above 0 in training")
@@ -129,10 +121,12 @@ def check_config(cfg, command):
 
 def pick_device(cfg):
     torch.set_num_threads(cfg.threads)
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(auto if cfg.device == "auto" else cfg.device)
+    return torch.device(cfg.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
 
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
+JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
+CHECKS = {"calls": ("calls", list), "max_calls": ("calls", int), "answer": ("equals", str), "state": ("equals", dict)}
+LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
 
 @dataclass
 class Task:
@@ -156,42 +150,46 @@ def compact(value):
     """JSON without spaces, so that equal content has equal tokens wherever it stands."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
+def read_json(text):
+    """The value of a JSON text that a model wrote, or None where it is malformed."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
 def tool_call(name, /, **arguments):
     return {"name": name, "arguments": arguments}
-
-JSON_TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "array": list, "object": dict}
 
 def check_call(tools, call):
     """Why a call does not fit the tool schemas (names, required, type, enum, minimum of its arguments), or None."""
     schema = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}.get(call["name"])
     if schema is None:
         return "unknown tool"
-    for key in schema.get("required", []):
-        if key not in call["arguments"]:
-            return f"missing argument {key}"
+    missing = [key for key in schema.get("required", []) if key not in call["arguments"]]
+    if missing:
+        return f"missing argument {missing[0]}"
     for key, value in call["arguments"].items():
         about = schema.get("properties", {}).get(key)
         if about is None:
             return "unknown argument"
-        wanted = JSON_TYPES.get(about.get("type"), object)
-        if not isinstance(value, wanted) or (isinstance(value, bool) and about.get("type") in ("integer", "number")):
+        if type(value) not in JSON_TYPES.get(about.get("type"), [type(value)]):
             return f"wrong type of {key}"
-        if ("enum" in about and value not in about["enum"]) or ("minimum" in about and value < about["minimum"]):
+        if value not in about.get("enum", [value]) or ("minimum" in about and value < about["minimum"]):
             return f"wrong value of {key}"
-    return None
 
-LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
+def is_call(value):
+    """Whether a JSON value is a call: {"name": a text, "arguments": an object}."""
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
 
 class World:
-    """A toy environment: facts that calls read and a state that they change. One object serves one episode.
-
-    `oracle(goal, heard)` is the scripted actor of the demonstrations: its next calls, or its answer (a string), or None
-    where it sees no way; `heard` lists the (call, response) pairs so far. It trusts the facts, be they true or stale."""
-    tools, categories, blank = (), (), {}
-
+    """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, which
+    trusts the facts, is the actor of the demonstrations: from the (call, response) pairs heard so far it gives its next
+    calls, or its answer (a string), or None where it sees no way."""
+    tools, categories, kept, blank = (), (), (), {}     # kept: the categories that calls change, a part of the state
     def __init__(self, task, purpose, facts=None):
         self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
-        self.state = copy.deepcopy({**self.blank, **task.start})
+        kept = {category: self.facts[category] for category in self.kept}
+        self.state = copy.deepcopy({**self.blank, **task.start, **kept})
 
     def call(self, call):
         """The response, a JSON object; {"error": reason} for a call that does not fit the schemas."""
@@ -200,27 +198,32 @@ class World:
         return {"error": error} if error else getattr(self, call["name"])(**call["arguments"])
 
 class Shop(World):
-    """Prices to look up and to compare."""
-    tools, categories = ("price",), ("prices",)
-
+    """Prices to look up and compare, and things to buy with few coins, once and for all."""
+    tools, categories, blank = ("price", "buy"), ("prices",), {"coins": 0, "bought": []}
     def price(self, item):
         return {"price": self.facts["prices"][item]}
 
+    def buy(self, item):
+        if self.facts["prices"][item] > self.state["coins"]:
+            return {"error": "too dear"}
+        self.state["coins"] -= self.facts["prices"][item]
+        self.state["bought"].append(item)
+        return {"bought": item}
+
     def oracle(self, goal, heard):
         kind, *items = goal
-        prices = {call["arguments"]["item"]: response["price"] for call, response in heard}
+        if kind == "buy":
+            tried = [response for call, response in heard if call["name"] == "buy"]
+            cheapest = tool_call("buy", item=min(items, key=self.facts["prices"].get))
+            return ("done" if "bought" in tried[-1] else "failed") if tried else [cheapest]
+        prices = {call["arguments"]["item"]: response["price"] for call, response in heard if "price" in response}
         unknown = [tool_call("price", item=item) for item in items if item not in prices]
         report = " and ".join(str(prices.get(item)) for item in items)
         return unknown or (min(items, key=prices.get) if kind == "cheapest" else report)
 
 class Bank(World):
     """Balances and transfers; a transfer above the balance changes nothing but is fined for good."""
-    tools, categories, blank = ("balance", "transfer"), ("balances",), {"fined": 0}
-
-    def __init__(self, task, purpose, facts=None):
-        super().__init__(task, purpose, facts)
-        self.state["balances"] = dict(self.facts["balances"])
-
+    tools, categories, kept, blank = ("balance", "transfer"), ("balances",), ("balances",), {"fined": 0}
     def balance(self, name):
         return {"balance": self.state["balances"][name]}
 
@@ -234,12 +237,12 @@ class Bank(World):
 
     def oracle(self, goal, heard):
         kind, *rest = goal
-        names = rest[:1] if kind == "send" else rest[:2]
+        names = rest[:1] if kind == "send" else rest
         known = {call["arguments"]["name"]: response["balance"] for call, response in heard if "balance" in response}
         unknown = [tool_call("balance", name=name) for name in names if name not in known]
         if unknown or kind == "balances":
             return unknown or " and ".join(str(known[name]) for name in names)
-        source, (target, amount) = max(names, key=known.get), rest[-2:]
+        source, target, amount = rest
         transfer = tool_call("transfer", source=source, target=target, amount=amount)
         done = any(call == transfer for call, _ in heard)
         return "done" if done else [transfer] if amount <= known[source] else "refused"
@@ -247,7 +250,6 @@ class Bank(World):
 class House(World):
     """Rooms, some with walls between them, and items to fetch in few moves: the first step needs the map."""
     tools, categories, blank = ("go", "take"), ("exits", "places"), {"held": []}
-
     def go(self, direction):
         room = self.facts["exits"].get(f"{self.state['room']} {direction}")
         self.state["room"] = room or self.state["room"]
@@ -267,56 +269,24 @@ class House(World):
         if self.state["room"] != room:
             direction = self.first_step(room)
             return direction and [tool_call("go", direction=direction)]
-        if kind == "look" and heard and heard[-1][0] == take:
-            return "yes" if "took" in heard[-1][1] else "no"
-        return [take]
+        tried = kind == "look" and heard and heard[-1][0] == take
+        return ("yes" if "took" in heard[-1][1] else "no") if tried else [take]
 
     def first_step(self, goal):
         """The direction that begins a shortest way to a room (breadth-first search), or None."""
-        frontier, seen = [(self.state["room"], None)], {self.state["room"]}
-        for room, first in frontier:
-            if room == goal:
-                return first
+        queue, first = [self.state["room"]], {self.state["room"]: None}
+        for room in queue:
             for direction in ("north", "south", "east", "west"):
                 there = self.facts["exits"].get(f"{room} {direction}")
-                if there and there not in seen:
-                    seen.add(there)
-                    frontier.append((there, first or direction))
+                if there and there not in first:
+                    first[there] = first[room] or direction
+                    queue.append(there)
+        return first.get(goal)
 
-class Workshop(World):
-    """Things made of two parts each; coins are few, so a part bought in error cannot be made good."""
-    tools, categories, blank = ("buy", "make"), ("recipes",), {"parts": [], "coins": 0}
-
-    def buy(self, part):
-        if self.state["coins"] < 1:
-            return {"error": "no coins"}
-        self.state["coins"] -= 1
-        self.state["parts"].append(part)
-        return {"coins": self.state["coins"]}
-
-    def make(self, thing):
-        needed = self.facts["recipes"][thing].split()
-        if not all(part in self.state["parts"] for part in needed):
-            return {"error": "wrong parts"}
-        for part in needed:
-            self.state["parts"].remove(part)
-        self.state[f"made {thing}"] = 1
-        return {"made": thing}
-
-    def oracle(self, goal, heard):
-        kind, *things = goal
-        if kind == "can":
-            return ("yes" if "made" in heard[-1][1] else "no") if heard else [tool_call("make", thing=things[0])]
-        left = [thing for thing in things if f"made {thing}" not in self.state]
-        missing = [p for p in self.facts["recipes"][left[0]].split() if p not in self.state["parts"]] if left else []
-        if not left or (missing and not self.state["coins"]):
-            return "failed" if left else "done"
-        return [tool_call("buy", part=missing[0]) if missing else tool_call("make", thing=left[0])]
-
-WORLDS = {"shop": Shop, "bank": Bank, "house": House, "workshop": Workshop}
+WORLDS = {"shop": Shop, "bank": Bank, "house": House}
 
 def load_tasks(where):
-    """The tasks of the toy suite, of a JSON file, or of a folder of them. Raises UserError naming file, task and field."""
+    """The tasks of the toy suite, of a JSON file or a folder of them. Raises UserError naming file, task and field."""
     path = Path(__file__).parent / "toy_tasks" if where == "toy" else Path(where)
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     require(path.exists() and files, f"--tasks {where}: no such file, or a folder without .json files")
@@ -336,8 +306,6 @@ def load_tasks(where):
             tasks[task.id] = task
     return list(tasks.values())
 
-CHECKS = {"calls": ("calls", list), "max_calls": ("calls", int), "answer": ("equals", str), "state": ("equals", dict)}
-
 def make_task(where, entry):
     """A Task from its JSON fields, every one of them checked; `where` opens each message."""
     types = {f.name: f.type for f in fields(Task)}
@@ -349,15 +317,13 @@ def make_task(where, entry):
     task = Task(**entry)
     require(task.user and all(isinstance(text, str) for text in task.user), f"{where}: field 'user' must list texts")
     require(task.split in ("train", "eval"), f"{where}: field 'split' must be train or eval, not {task.split!r}")
-    for number, tool in enumerate(task.tools):
-        check_tool(f"{where}: field 'tools', entry {number}", tool)
-    names = [tool["function"]["name"] for tool in task.tools]
+    names = [check_tool(f"{where}: field 'tools', entry {n}", tool) for n, tool in enumerate(task.tools)]
     require(len(set(names)) == len(names), f"{where}: field 'tools': two tools have the same name")
     require(task.world in ("", *WORLDS), f"{where}: field 'world' must be one of {', '.join(WORLDS)}")
     world = WORLDS.get(task.world, World)
     require(not task.world or set(names) <= set(world.tools), f"{where}: field 'tools': this world has {world.tools}")
-    for category in world.categories:
-        require(isinstance(task.facts.get(category), dict), f"{where}: field 'facts' lacks {category!r}")
+    known = {category for category, values in task.facts.items() if isinstance(values, dict)}
+    require(known >= set(world.categories), f"{where}: field 'facts' must map {world.categories}")
     require(task.checks, f"{where}: field 'checks' must have at least one check")
     for number, check in enumerate(task.checks):
         check_check(f"{where}: field 'checks', entry {number}", check, task, names)
@@ -365,10 +331,11 @@ def make_task(where, entry):
     return task
 
 def check_tool(where, tool):
+    """The name of a tool, if it is an OpenAI function schema."""
     function = tool.get("function") if isinstance(tool, dict) else None
-    require(isinstance(function, dict) and isinstance(function.get("name"), str) and function["name"],
-            f'{where}: expected {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}')
-    where, schema = f"{where} ({function['name']})", function.get("parameters", {})
+    name = function.get("name") if isinstance(function, dict) else None
+    require(name and isinstance(name, str), f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
+    where, schema = f"{where} ({name})", function.get("parameters", {})
     properties = schema.get("properties", {}) if isinstance(schema, dict) else None
     require(isinstance(properties, dict) and all(isinstance(about, dict) for about in properties.values()),
             f"{where}: 'parameters' must be a JSON Schema whose 'properties' map argument names to schemas")
@@ -377,11 +344,11 @@ def check_tool(where, tool):
     for key, about in properties.items():
         require(str(about.get("type", "string")) in JSON_TYPES, f"{where}: {key} has an unknown 'type'")
         require(isinstance(about.get("enum", []), list), f"{where}: 'enum' of {key} must be a list")
+    return name
 
 def check_calls(where, calls, names):
     for call in calls:
-        require(isinstance(call, dict) and isinstance(call.get("arguments"), dict) and "name" in call,
-                f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
+        require(is_call(call), f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
         require(call["name"] in names, f"{where}: unknown tool {call['name']!r}")
 
 def check_check(where, check, task, names):
@@ -396,12 +363,10 @@ def check_check(where, check, task, names):
     require(isinstance(weight, (int, float)) and 0 < weight < math.inf, f"{where}: 'weight' must be a number above 0")
 
 def grade(task, calls, answers):
-    """(reward in [0, 1], a verdict for each check). Checks read the actor's calls, its answers, and the state that a new
-    World reaches when those calls are replayed in it; no response, rehearsed or real, is ever read.
-
-    Kinds: `calls` (all of them were made), `max_calls` (no more than that), `answer` (to a user turn, the last if not
-    said), `state` (these keys of the world's state). A check without a weight must hold, or the reward is 0; those with
-    one share the reward by weight."""
+    """(reward in [0, 1], a verdict for each check). Checks read the actor's calls and answers, and the state that a new
+    World reaches when the calls are replayed in it; no response, rehearsed or real, is ever read. Kinds: `calls` (all
+    were made), `max_calls` (no more than that), `answer` (to a user turn, the last if not said), `state` (these keys of
+    the world's). A check without a weight must hold, or the reward is 0; those with one share the reward by weight."""
     world = WORLDS[task.world](task, "grading") if any(check["kind"] == "state" for check in task.checks) else None
     for call in calls if world else []:
         world.call(call)
@@ -416,15 +381,27 @@ def grade(task, calls, answers):
             verdicts.append(all(world.state.get(key) == value for key, value in check["equals"].items()))
         else:
             verdicts.append(plain(answers[check.get("turn", -1)]) == plain(check["equals"]))
-    if not all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check):
-        return 0.0, verdicts
+    must = all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check)
     weights = [check.get("weight", 0.0) for check in task.checks]
-    return (sum(w for w, ok in zip(weights, verdicts) if ok) / sum(weights) if any(weights) else 1.0), verdicts
+    share = sum(w for w, ok in zip(weights, verdicts) if ok) / sum(weights) if any(weights) else 1.0
+    return (share if must else 0.0), verdicts
 
 def plain(text):
     return " ".join(text.casefold().split()).rstrip(".! ")
 
 # ---- 3. Roles and tokens --------------------------------------------------------------------------------------------
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+MARK = "\ue000"         # put inside control strings that occur in data, so that they are encoded as plain text
+TINY_TEMPLATE = """{%- if tools or messages[0].role == 'system' -%}
+<|im_start|>system{{ '\\n' + messages[0].content if messages[0].role == 'system' else '' }}{%- for t in tools or [] -%}
+{{ '\\n' + t.function.name + '(' + t.function.parameters.properties | join(',') + ') ' + t.function.description }}
+{%- endfor %}<|im_end|>{{ '\\n' }}{% endif -%}
+{%- for m in messages if m.role != 'system' -%}<|im_start|>{{ m.role + '\\n' + (m.content or '') }}
+{%- for c in m.tool_calls or [] -%}
+<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{%- endfor -%}
+<|im_end|>{{ '\\n' }}{% endfor -%}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+FALLBACK_TOOLS = """\n\nYou can call these functions (JSON Schema, one a line):\n{tools}
+To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
 
 @dataclass
 class Turn:
@@ -440,7 +417,6 @@ class Row:
     tags: list = field(default_factory=list)           # CONTEXT, ACT or REHEARSE
     logprobs: list = field(default_factory=list)       # of sampled tokens, as they were sampled; 0.0 for CONTEXT
     turns: list = field(default_factory=list)
-
     def extend(self, ids, tag=CONTEXT, logprobs=None):
         """The one place where tokens and tags are written. Sampled tokens go on with the role's turn or open one."""
         if tag != CONTEXT:
@@ -451,60 +427,25 @@ class Row:
         self.tags += [tag] * len(ids)
         self.logprobs += logprobs or [0.0] * len(ids)
 
-TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-
 def call_text(call):
     return f"<tool_call>{compact({'name': call['name'], 'arguments': call['arguments']})}</tool_call>"
 
 def parse_act(text):
     """What an act turn says: a list of calls, or an answer (str), or None where a call is malformed. Takes any text."""
-    calls = []
-    for body in TOOL_CALL.findall(text):
-        try:
-            call = json.loads(body)
-        except (ValueError, RecursionError):
-            return None
-        call = call if isinstance(call, dict) else {}
-        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments"), dict):
-            return None
-        calls.append({"name": call["name"], "arguments": call["arguments"]})
-    rest = TOOL_CALL.sub("", text)
-    unbalanced = "<tool_call>" in rest or "</tool_call>" in rest
-    return None if unbalanced else calls or rest.strip()
-
-TINY_TEMPLATE = """\
-{%- if tools or messages[0].role == 'system' -%}
-<|im_start|>system{{ '\\n' + messages[0].content if messages[0].role == 'system' else '' }}
-{%- for t in tools or [] -%}
-{{ '\\n' + t.function.name + '(' + t.function.parameters.properties | join(',') + ') ' + t.function.description }}
-{%- endfor %}<|im_end|>{{ '\\n' }}{% endif -%}
-{%- for m in messages if m.role != 'system' -%}
-<|im_start|>{{ m.role + '\\n' + (m.content or '') }}
-{%- for c in m.tool_calls or [] -%}
-<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>
-{%- endfor %}<|im_end|>{{ '\\n' }}{% endfor -%}
-{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
-
-FALLBACK_TOOLS = """
-
-You can call these functions (JSON Schema, one a line):
-{tools}
-To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
-
-MARK = "\ue000"         # put inside control strings that occur in data, so that they are encoded as plain text
+    calls, rest = [read_json(body) for body in TOOL_CALL.findall(text)], TOOL_CALL.sub("", text)
+    if not all(map(is_call, calls)) or "<tool_call>" in rest or "</tool_call>" in rest:
+        return None
+    return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] or rest.strip()
 
 class ChatFormat:
-    """Turns messages into tokens with the model's own chat template, and supplies what that template does not know.
-
-    The template is probed once with sentinels. What stands between two turns is found by rendering, never guessed, so a
-    row can grow turn by turn from sampled tokens and is never rendered again."""
-
+    """Turns messages into tokens by the model's own chat template; supplies what that template, probed once, does not
+    know. What stands between turns is found by rendering, so that rows grow token by token, never rendered again."""
     def __init__(self, tokenizer, stop_ids):
         self.tokenizer, self.stop_ids = tokenizer, set(stop_ids)
         controls = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # whoever samples one of these forges a turn
-        self.opened = {}                                                    # opening ids by task id
+        self.opened, self.missing = {}, set()                               # opening ids by task id; see `probe`
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
         self.to_user, _, self.user_to_act = self.separators("user")
@@ -519,18 +460,15 @@ class ChatFormat:
                   "tools": ([user], [tool], ["TOOL", "ABOUT", "ARG"]),
                   "calls": ([user, {**said, "tool_calls": [call]}], None, ["<tool_call>", '"TOOL"', '"VALUE"']),
                   "tool": ([user, said, {"role": "tool", "content": "HEARD"}], None, ["HEARD"])}
-        missing = set()
-        for name, (messages, tools, sentinels) in trials.items():
-            try:
-                text = self.template(messages, tools)
-            except Exception:                           # templates are other people's programs and raise what they like
-                text = ""
-            if not all(sentinel in text for sentinel in ["USER", *sentinels]):
-                missing.add(name)
-        return missing
+        return {name for name, (messages, tools, sentinels) in trials.items()
+                if not all(sentinel in self.attempt(messages, tools) for sentinel in ["USER", *sentinels])}
 
-    def template(self, messages, tools=None):
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    def attempt(self, messages, tools=None):
+        """`render`, or "" where the template refuses: templates are other people's programs, raising what they like."""
+        try:
+            return self.render(messages, tools)
+        except Exception:
+            return ""
 
     def render(self, messages, tools=None):
         """The prompt of messages (the first a system text): by the template where it can, else in our own words."""
@@ -541,21 +479,19 @@ class ChatFormat:
         if "system" in self.missing:
             system = messages.pop(0)
             messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
-        for m in messages if "tool" in self.missing else []:
-            if m["role"] == "tool":
+        for m in messages:
+            if m["role"] == "tool" and "tool" in self.missing:
                 m.update(role="user", content=f"<tool_response>\n{m['content']}\n</tool_response>")
-        return self.template(messages, tools)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
 
     def separators(self, role):
-        """Ids between an assistant's text and a turn of `role`, between two of these, and from there to the next act."""
+        """Ids between an assistant's text and a turn of `role`, between two of these, and between that and an act."""
         said, first, second = "\x02A\x03", "\x02B\x03", "\x02C\x03"
         turns = [("system", "s"), ("user", "u"), ("assistant", said), (role, first), (role, second)]
-        messages = [{"role": role, "content": content} for role, content in turns]
+        messages = [{"role": speaker, "content": content} for speaker, content in turns]
         before, after = self.render(messages[:4]).split(said)[1].split(first)
-        try:
-            between = self.render(messages).split(first)[1].split(second)[0]
-        except Exception:                               # a template may refuse two such turns in a row
-            between = after
+        both = self.attempt(messages)                   # a template may refuse two such turns in a row
+        between = both.split(first)[1].split(second)[0] if first in both else after
         return self.encode(before), self.encode(between), self.encode(after)
 
     def escape(self, text):
@@ -594,10 +530,8 @@ class ChatFormat:
         self.join(row, self.user_to_act)
 
 # ---- 4. Policy: load, sample, log-probabilities ---------------------------------------------------------------------
-
 class Policy:
     """A causal language model and its chat format: actor and world model in one set of weights."""
-
     def __init__(self, model, tokenizer, device):
         ends = model.generation_config.eos_token_id
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
@@ -607,7 +541,7 @@ class Policy:
             print(f"the chat template does not know {sorted(self.chat.missing)}: our own wording serves there")
 
     def save(self, folder):
-        """Write model and tokenizer as save_pretrained does; beside the folder first, so that nothing is half-written."""
+        """Write model and tokenizer as save_pretrained does; beside the folder first, so nothing is half-written."""
         part = Path(f"{folder}.part")
         shutil.rmtree(part, ignore_errors=True)
         self.model.save_pretrained(part)
@@ -620,39 +554,37 @@ class Policy:
 
 def load_policy(folder, device):
     """A policy from a folder that save_pretrained wrote. Raises UserError if it is none."""
-    require(Path(folder, "config.json").is_file(), f"{folder}: not a model folder (it has no config.json)")
+    require(Path(folder, "config.json").is_file(), f"{folder}: no model folder; train first, or name one with --model")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
         raise UserError(f"{folder}: cannot be loaded as a model ({str(error).strip().splitlines()[0]})")
     require(tokenizer.chat_template, f"{folder}: its tokenizer has no chat template")
     return Policy(model, tokenizer, device)
 
-def row_logprobs(policy, rows, temperature):
-    """Log-probability of every token but the first, given those before it: (B, T-1), float32 or wider.
+def padded(lists, device):
+    """Lists of numbers as one tensor (B, T), zeros at the ends: a causal model cannot look there, so needs no mask."""
+    width = max(map(len, lists))
+    return torch.tensor([x + [0] * (width - len(x)) for x in lists], device=device)
 
-    Rows are padded behind their last token, where a causal model cannot look, so no attention mask is needed."""
-    width = max(len(row.ids) for row in rows)
-    ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows], device=policy.device)        # (B, T)
-    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]                                    # (B, T-1, V)
+def row_logprobs(policy, rows, temperature):
+    """Log-probability of every token but the first, given those before it: (B, T-1), float32 or wider."""
+    ids = padded([row.ids for row in rows], policy.device)                                                    # (B, T)
+    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]                                   # (B, T-1, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)                             # (B, T-1)
 
 class Stream:
-    """Rows that grow side by side, and their KV cache. Each row is at a place of its own: while one samples a call,
-    another may sample a response or be fed the header of its next turn."""
+    """Rows that grow side by side, each at a place of its own (in a call, a response, a header), and their KV cache."""
     LONG = 16           # a row that has gained more than this (a long response) is fed all of it in one pass
-
     def __init__(self, policy, rows):
-        self.policy, self.rows, self.cache = policy, rows, DynamicCache()
-        prompts = {tuple(row.ids): None for row in rows}                    # a group shares its prompt: compute it once
-        for n, prompt in enumerate(prompts):
-            prompts[prompt] = n
+        self.policy, self.rows, self.cache = policy, rows, transformers.DynamicCache()
+        prompts = list(dict.fromkeys(tuple(row.ids) for row in rows))       # a group shares its prompt: compute it once
         self.mask = torch.zeros(len(prompts), 0, dtype=torch.long, device=policy.device)       # (B, L): 0 marks a hole
         self.forward([list(prompt[:-1]) for prompt in prompts])
         self.fed = [len(row.ids) - 1 for row in rows]                       # tokens of each row that the cache holds
-        self.select([prompts[tuple(row.ids)] for row in rows])
+        self.select([prompts.index(tuple(row.ids)) for row in rows])
 
     def select(self, index):
         index = torch.tensor(index, device=self.policy.device)
@@ -679,8 +611,8 @@ class Stream:
                                  use_cache=True, logits_to_keep=1).logits[:, -1].float()                      # (B, V)
 
     def step(self, episodes, temperature, generator):
-        """Feed the rows of these episodes, and sample one token, tagged with the episode's role, for each that has nothing
-        left to be fed. Temperature 0 takes the likeliest token. Returns the episodes that gained a token."""
+        """Feed the rows of these episodes. Each with nothing left to feed gains a sampled token (the likeliest one if
+        temperature is 0), tagged with its episode's role. Returns the episodes that gained one."""
         speakers = {id(e.row): e for e in episodes}
         backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
         width = max(backlog) if max(backlog) > self.LONG else 1
@@ -697,7 +629,6 @@ class Stream:
         return spoke
 
 # ---- 5. Rollout -----------------------------------------------------------------------------------------------------
-
 @dataclass
 class Episode:
     """One attempt at a task: its row, the calls it made, the responses it saw, its answers, and how it was graded."""
@@ -714,7 +645,6 @@ class Episode:
     verdicts: list = field(default_factory=list)
     scored: bool = True                                # False: could not be graded; left out of baseline and loss
     world: World = None                                # with the real world as responder
-
     @property
     def role(self):
         return REHEARSE if self.pending else ACT
@@ -725,15 +655,13 @@ class Episode:
 
 def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, simulator=None, purpose="rollout"):
     """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch.
-
     With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
-    rows, live = [e.row for e in episodes], episodes
-    streams = [(Stream(policy, rows), (ACT,)), (Stream(simulator, rows), (REHEARSE,))] if simulator else [
-        (Stream(policy, rows), (ACT, REHEARSE))]
+    speaks, live = {policy: [ACT], simulator: [REHEARSE]} if simulator else {policy: [ACT, REHEARSE]}, episodes
+    streams = [(Stream(model, [e.row for e in episodes]), roles) for model, roles in speaks.items()]
     while live:
         for stream, roles in streams:
             stream.keep([e.row for e in live])
@@ -773,9 +701,8 @@ def act(chat, e, text):
         chat.join(e.row, chat.to_tool)
     else:
         e.answers.append(said)
-        if len(e.answers) == len(e.task.user):
-            e.over = "done"
-        else:
+        e.over = "done" if len(e.answers) == len(e.task.user) else ""
+        if not e.over:
             chat.add_user(e.row, e.task.user[len(e.answers)])
 
 def hear(chat, e, text, rehearsed):
@@ -796,48 +723,36 @@ def answer_known(chat, e):
         hear(chat, e, text, rehearsed=False)
 
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
-
 def role_advantages(episodes, baseline, scale=False):
-    """{(episode number, role): advantage}: how much better an episode did than its group, as seen from one role.
-
-    A = R - b, and b, for one role in one group, is the mean reward over that role's turns (`turn`, as in the official
-    reference run), over the episodes in which the role speaks (`trajectory`), or over all episodes, the same for both
-    roles (`pooled`, plain GRPO). A role that speaks in one episode only has nothing to compare with: 0. Episodes that could
-    not be scored take no part. `scale` divides by the standard deviation, weighted as the baseline is."""
-    groups = collections.defaultdict(list)
-    for i, e in enumerate(episodes):
-        if e.scored:
-            groups[e.group].append(i)
+    """{(episode number, role): A}: how much better an episode did than its group, as seen from one role: A = R - b. For
+    one role in one group, b is the mean reward over that role's turns (`turn`, as in the official reference run), over
+    the episodes in which it speaks (`trajectory`), or over all episodes, whatever the role (`pooled`, plain GRPO). If a
+    role speaks in one episode only, A = 0; unscored episodes take no part. `scale` divides by the deviation of R."""
     advantages = {}
-    for members in groups.values():
-        for role in (ACT, REHEARSE):
-            turns = {i: sum(t.role == role for t in episodes[i].row.turns) for i in members}
-            share = {i: {"turn": n, "trajectory": min(n, 1), "pooled": 1}[baseline] for i, n in turns.items()}
-            rewards = {i: episodes[i].reward for i in members if share[i]}
-            signal = len(set(rewards.values())) > 1                         # else exactly 0, whatever the rounding
-            total = sum(share.values()) or 1
-            mean = sum(share[i] * reward for i, reward in rewards.items()) / total
-            variance = sum(share[i] * (reward - mean) ** 2 for i, reward in rewards.items()) / total
-            spread = math.sqrt(variance) if scale else 1.0
-            advantages.update({(i, role): (rewards[i] - mean) / spread if signal else 0.0 for i in members if turns[i]})
+    for group, role in itertools.product({e.group for e in episodes}, ROLE_NAMES):
+        members = [i for i, e in enumerate(episodes) if e.group == group and e.scored]
+        turns = {i: sum(t.role == role for t in episodes[i].row.turns) for i in members}
+        times = {i: {"turn": n, "trajectory": min(n, 1), "pooled": 1}[baseline] for i, n in turns.items()}
+        rewards = [episodes[i].reward for i in members for _ in range(times[i])]    # each as often as it counts
+        mean = sum(rewards) / max(len(rewards), 1)
+        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(len(rewards), 1)) if scale else 1.0
+        signal = len(set(rewards)) > 1                                      # else exactly 0, whatever the rounding
+        advantages.update({(i, role): (episodes[i].reward - mean) / spread if signal else 0.0
+                           for i in members if turns[i]})
     return advantages
 
 def token_weights(rows, aggregation, roles):
-    """A weight for every token of every row. Over all rows of an update they sum to 1, so the loss is a plain sum and
-    does not depend on micro-batches, padding or order.
-
-    `turn`: every turn weighs the same and its tokens share that (what the reference run's token mean with micro-batches
-    of one turn amounts to). `token`: every token weighs the same. `role`: each role does, and its tokens share that."""
-    turns = [t for row in rows for t in row.turns if t.role in roles]
-    tokens = {role: sum(t.end - t.start for t in turns if t.role == role) for role in roles}
-    speaking = sum(n > 0 for n in tokens.values())
+    """A weight for every token of every row; over an update they sum to 1, so the loss is a plain sum, whatever the
+    micro-batches, padding and order. What weighs the same: every turn, shared by its tokens (`turn`, to which the
+    reference run's token mean over micro-batches of one turn amounts), every `token`, or each `role`."""
+    turns = sum(t.role in roles for row in rows for t in row.turns)
+    tokens = collections.Counter(tag for row in rows for tag in row.tags if tag in roles)           # of each role
     weights = [[0.0] * len(row.ids) for row in rows]
     for row, row_weights in zip(rows, weights):
-        for t in row.turns:
-            if t.role in roles:
-                weight = {"turn": 1 / (len(turns) * (t.end - t.start)), "token": 1 / sum(tokens.values()),
-                          "role": 1 / (speaking * tokens[t.role])}[aggregation]
-                row_weights[t.start:t.end] = [weight] * (t.end - t.start)
+        for t in [t for t in row.turns if t.role in roles]:
+            weight = {"turn": 1 / (turns * (t.end - t.start)), "token": 1 / tokens.total(),
+                      "role": 1 / (len(tokens) * tokens[t.role])}[aggregation]
+            row_weights[t.start:t.end] = [weight] * (t.end - t.start)
     return weights
 
 @dataclass
@@ -849,14 +764,12 @@ class Sample:
 
 def training_samples(episodes, cfg):
     """The samples of one update. Rows without signal are left out: their gradient is 0, and the weights count them."""
+    episodes = [e for e in episodes if e.scored]
     advantages = role_advantages(episodes, cfg.baseline, cfg.scale_advantages)
     roles = {role for role, name in ROLE_NAMES.items() if name in cfg.train_roles.split(",")}
     roles -= {REHEARSE} if cfg.responder == "simulator" else set()          # those tokens are another model's
-    scored = [i for i, e in enumerate(episodes) if e.scored]
-    weights = token_weights([episodes[i].row for i in scored], cfg.aggregation, roles)
-    samples = []
-    for i, row_weights in zip(scored, weights):
-        row = episodes[i].row
+    rows, samples = [e.row for e in episodes], []
+    for i, (row, row_weights) in enumerate(zip(rows, token_weights(rows, cfg.aggregation, roles))):
         values = [0.0] * len(row.ids)
         for t in row.turns:
             values[t.start:t.end] = [advantages[i, t.role]] * (t.end - t.start)
@@ -875,15 +788,12 @@ def micro_batches(samples, token_budget):
 
 def surrogate_loss(policy, batch, cfg, reference=None):
     """One micro-batch's share of the loss (shares add up to the loss of the update), ratios and clipped, both (B, T-1).
-
     Clipped surrogate of PPO (arXiv 1707.06347) with a weight a token in place of a mean. The KL penalty, where there is
     a reference, is GRPO's low-variance estimate exp(d) - d - 1 (arXiv 2402.03300), d = log(reference / policy)."""
-    rows, width = [s.row for s in batch], max(len(s.row.ids) for s in batch)
-
-    def column(lists):                                                      # token lists, without the first token
-        return torch.tensor([x[1:] + [0.0] * (width - len(x)) for x in lists], device=policy.device)
-    old = column([row.logprobs for row in rows])                                                              # (B, T-1)
-    weight, advantage = column([s.weights for s in batch]), column([s.advantages for s in batch])             # (B, T-1)
+    rows = [s.row for s in batch]
+    old = padded([row.logprobs for row in rows], policy.device)[:, 1:]                                        # (B, T-1)
+    weight = padded([s.weights for s in batch], policy.device)[:, 1:]                                         # (B, T-1)
+    advantage = padded([s.advantages for s in batch], policy.device)[:, 1:]                                   # (B, T-1)
     new = row_logprobs(policy, rows, cfg.temperature)                                                         # (B, T-1)
     ratio = torch.where(weight > 0, new - old, 0.0).exp()                                                     # (B, T-1)
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * advantage)         # (B, T-1)
@@ -896,8 +806,7 @@ def surrogate_loss(policy, batch, cfg, reference=None):
     return loss, ratio.detach(), ((weight > 0) & (objective < ratio * advantage)).detach()
 
 def update(policy, optimizer, samples, cfg, reference=None):
-    """One optimiser step on all samples. Returns (gradient norm, largest |ratio - 1|, share of tokens clipped), or None
-    where loss or gradient was not finite: then nothing is changed."""
+    """One optimiser step: (gradient norm, largest |ratio - 1|, share of tokens clipped), or None if not finite."""
     optimizer.zero_grad(set_to_none=True)
     total, error, cut = 0.0, 0.0, 0
     for batch in micro_batches(samples, cfg.token_budget):
@@ -911,16 +820,14 @@ def update(policy, optimizer, samples, cfg, reference=None):
     return norm, error, cut / sum(weight > 0 for s in samples for weight in s.weights)
 
 # ---- 7. Warm start --------------------------------------------------------------------------------------------------
-
 def believe(task, rng, cfg):
-    """The facts of a demonstration: some shuffled where the task allows it, otherwise the truth with stale values in it."""
+    """The facts of a demonstration: some shuffled where the task allows it, else the truth with stale values in it."""
     facts = copy.deepcopy(task.facts)
-    if task.shuffle and rng.random() < cfg.fresh:
-        for category in task.shuffle:
-            values = list(facts[category].values())
-            facts[category] = dict(zip(facts[category], rng.sample(values, len(values))))
-        return facts
-    for category, stale in task.stale.items():
+    fresh = task.shuffle and rng.random() < cfg.fresh
+    for category in task.shuffle if fresh else []:
+        values = list(facts[category].values())
+        facts[category] = dict(zip(facts[category], rng.sample(values, len(values))))
+    for category, stale in [] if fresh else task.stale.items():
         facts[category].update({key: value for key, value in stale.items() if rng.random() < cfg.stale})
     return facts
 
@@ -933,22 +840,20 @@ def blunder(task, move, wrong_answers, rng):
                                            for name, about in function["parameters"]["properties"].items()})]
 
 def demonstrate(task, rng, cfg, wrong_answers):
-    """One demonstration as [(tag, text)], later user turns tagged CONTEXT: the oracle acts and its believed world answers.
-    None where the oracle saw no way or took too long."""
+    """A demonstration as [(tag, text)], later user turns tagged CONTEXT; None if the oracle sees no way or is slow."""
     world, heard, script = WORLDS[task.world](task, "demonstration", believe(task, rng, cfg)), [], []
     for number, goal in enumerate(task.goal):
         script += [(CONTEXT, task.user[number])] if number else []
-        while True:
+        move = []
+        while not isinstance(move, str):
             move = world.oracle(goal, heard)
             if move is None or len(heard) >= cfg.max_turns:
                 return None
             if rng.random() < cfg.blunder:
                 move = blunder(task, move, wrong_answers, rng)
-            if isinstance(move, str):
-                script.append((ACT, move))
-                break
-            script.append((ACT, "".join(call_text(call) for call in move)))
-            for call in move:
+            calls = [] if isinstance(move, str) else move
+            script.append((ACT, "".join(map(call_text, calls)) or move))
+            for call in calls:
                 heard.append((call, world.call(call)))
                 script.append((REHEARSE, compact(heard[-1][1])))
     return script
@@ -966,107 +871,95 @@ def demonstrations(tasks, cfg):
 
 def script_row(chat, task, script):
     """The row that a rollout would have made of a script, with the same tags."""
-    separators = {(ACT, REHEARSE): chat.to_tool, (REHEARSE, REHEARSE): chat.tool_to_tool, (REHEARSE, ACT): chat.to_act}
-    row = Row()
-    row.extend(chat.opening(task))
-    for number, (tag, text) in enumerate(script):
-        if tag == CONTEXT:
-            chat.add_user(row, text)
-        else:
-            if number and (script[number - 1][0], tag) in separators:
-                chat.join(row, separators[script[number - 1][0], tag])
-            row.extend(chat.encode(text if tag == ACT else chat.escape(text)) + [chat.tokenizer.eos_token_id], tag)
-    return row
+    e = Episode(task, 0)
+    e.row.extend(chat.opening(task))
+    for tag, text in script:
+        if tag != CONTEXT:                              # later user turns are opened by the answers before them
+            safe = text if tag == ACT else chat.escape(text)
+            e.row.extend(chat.encode(safe) + [chat.tokenizer.eos_token_id], tag)
+            act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
+    return e.row
 
 def build_tokenizer(corpus):
     """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, so
-    that a name or number has the same tokens in question, call and response: copying is then one rule, not a table."""
+    that a name or number has the same tokens in question, call and response: copying is then one rule, not a table.
+    What frames a call or a turn is not split: that makes sequences shorter."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-    texts = ["system user assistant tool"] * 100 + [
+    texts = ["system\nuser\nassistant\ntool\n"] * 100 + [
         text for task, script in corpus[:4000] for text in
         [task.system, compact(task.tools), *task.user, *(re.sub("</?tool_call>", " ", text) for _, text in script)]]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\s|\d|[^\W\d_]+|[^\w\s]+|_"), "isolated"),
+        pre_tokenizers.Split(Regex(r'\{"name":"|","arguments":\{"|(system|user|assistant|tool)\n'
+                                   r"|\s|\d|[^\W\d_]+|[^\w\s]+|_"), "isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=1024, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
                                    additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
 
 def build_tiny(tokenizer, cfg):
     """A randomly initialised Qwen3 of less than a million parameters."""
     torch.manual_seed(cfg.seed)
-    return transformers.Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=cfg.hidden, intermediate_size=3 * cfg.hidden,
-        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads, head_dim=cfg.hidden // cfg.heads,
-        max_position_embeddings=4096, tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id, initializer_range=0.06))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=cfg.hidden, intermediate_size=3 * cfg.hidden, tie_word_embeddings=True,
+        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads,
+        head_dim=cfg.hidden // cfg.heads, max_position_embeddings=4096, initializer_range=0.06,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
 
 def warm_start(tasks, cfg, device):
-    """The base policy: the tiny model after a short supervised training on demonstrations. It stands for pre-training: a
-    real model knows tool formats and has beliefs about the world before any reinforcement. The demonstrations come from
-    an oracle that errs now and then and holds stale beliefs, always the same ones, so that greedy decoding cannot average
-    them away. The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
-    corpus = demonstrations([task for task in tasks if task.split == "train"], cfg)
+    """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
+    Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
+    The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
+    require(all(task.world and task.goal for task in tasks), "--model tiny knows the toy tasks only: name a --model")
+    corpus = demonstrations(tasks, cfg)
     tokenizer = build_tokenizer(corpus)
     policy = Policy(build_tiny(tokenizer, cfg), tokenizer, device)
     rows = [script_row(policy.chat, task, script) for task, script in corpus]
     settings = [cfg.seed, cfg.hidden, cfg.layers, cfg.heads, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.threads,
                 str(device), torch.__version__, tokenizer.backend_tokenizer.to_str()]
-    key = hashlib.sha256(repr(settings).encode())
-    for row in rows:
-        key.update(np.array(row.ids + row.tags).tobytes())
-    folder = Path(cfg.out).parent / f"warm_start-{key.hexdigest()[:12]}"
+    contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
+    folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
     if not folder.is_dir():
         fit_demonstrations(policy, rows, cfg)
         policy.save(folder)
     return load_policy(folder, device)
 
-def length_batches(rows, cfg):
-    """Batches of rows of similar length, to save padding: sorted within windows of eight batches, then shuffled."""
-    batches, window, rng = [], 8 * cfg.warm_batch, random.Random(f"batches {cfg.seed}")
-    for n in range(0, len(rows), window):
-        near = sorted(rows[n:n + window], key=lambda row: len(row.ids))
-        some = [near[m:m + cfg.warm_batch] for m in range(0, len(near), cfg.warm_batch)]
-        batches += rng.sample(some, len(some))
-    return batches
-
 def fit_demonstrations(policy, rows, cfg):
     """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
     matrices = [p for name, p in policy.model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in policy.model.named_parameters() if p.ndim != 2 or "embed" in name]
-    optimizers = [torch.optim.Muon(matrices, lr=cfg.warm_lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-                  torch.optim.AdamW(others, lr=cfg.warm_lr / 2, weight_decay=0.0)]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 40) * (
-        0.55 + 0.45 * math.cos(math.pi * step / cfg.warm_steps))) for optimizer in optimizers]
-    bar = tqdm(length_batches(rows, cfg), desc="warm start", unit="step", disable=None)
-    for batch in bar:
-        logp = row_logprobs(policy, batch, 1.0)                                                               # (B, T-1)
-        sampled = torch.tensor([[tag != CONTEXT for tag in row.tags[1:]] + [False] * (logp.shape[1] + 1 - len(row.tags))
-                                for row in batch], device=policy.device)                                      # (B, T-1)
-        loss = -logp[sampled].mean()
+    peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr,
+             torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2}
+    size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
+    for n in range(0, len(rows), 8 * size):             # rows of similar length side by side, to save padding
+        near = sorted(rows[n:n + 8 * size], key=lambda row: len(row.ids))
+        batches += rng.sample([near[m:m + size] for m in range(0, len(near), size)], -(-len(near) // size))
+    bar = tqdm(batches, desc="warm start", unit="step", disable=None)
+    for step, batch in enumerate(bar):
+        sampled = padded([row.tags for row in batch], policy.device)[:, 1:] != CONTEXT                        # (B, T-1)
+        loss = -row_logprobs(policy, batch, 1.0)[sampled].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        for part in optimizers + schedules:
-            part.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=True)
+        rate = min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / cfg.warm_steps))    # up, then down
+        for optimizer, peak in peaks.items():
+            optimizer.param_groups[0]["lr"] = peak * rate
+            optimizer.step()
+        policy.model.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}")
 
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
-
 def train(cfg):
-    """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns what result.json holds."""
+    """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
     run, device, tasks = RunFolder(cfg), pick_device(cfg), load_tasks(cfg.tasks)
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
-    clock = Clock()
+    probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
     policy = warm_start(learn, cfg, device) if cfg.model == "tiny" else load_policy(cfg.model, device)
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
@@ -1080,16 +973,15 @@ def train(cfg):
         metrics, episodes = train_round(policy, optimizer, learn, cfg, state["round"], simulator, reference, clock)
         state["round"] += 1
         if cfg.probe_every and state["round"] % cfg.probe_every == 0:
-            state["probe"] = probe(policy, held_out, cfg, state["round"])
+            look = evaluate(policy, probed, cfg, f"probe {state['round']}", samples=1)
+            state["probe"] = {key: look[key] for key in ("world_success", "imagined_success", "reality_gap")}
             clock.lap("eval")
-        state["episodes"] += len(episodes)
         state["world_calls"] += metrics["world_calls"]
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
         run.log({**metrics, **state["probe"]}, episodes[:cfg.log_episodes])
         tqdm.write(status_line(metrics, state["probe"], clock))
         bar.update()
-        require(state["skipped"] < 10, f"{state['skipped']} steps in a row had no finite loss and gradient: stopped; "
-                f"{run.path} keeps the last good checkpoint; try a lower --lr")
+        require(state["skipped"] < 10, f"no finite loss in 10 steps: stopped; {run.path} was good before; lower --lr")
         if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
             run.checkpoint(policy, optimizer, state, clock)
     trained = evaluate(policy, held_out, cfg, "trained", cfg.eval_samples)
@@ -1097,86 +989,74 @@ def train(cfg):
     return run.finish(policy, state, trained, clock)
 
 def frozen_simulator(policy, cfg):
-    """The model that answers calls with --responder simulator, else None. It reads the policy's tokens: they must agree."""
+    """The model that answers calls with --responder simulator, else None. It must read the policy's tokens."""
     if cfg.responder != "simulator":
         return None
     simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device)
-    same = simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
-    require(same, f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
+    vocabularies = [model.tokenizer.get_vocab() for model in (simulator, policy)]
+    require(vocabularies[0] == vocabularies[1], f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
 
 def choose_tasks(tasks, cfg, number):
     """The tasks of one round: every task comes once before any comes again, in an order fixed by the seed."""
-    chosen = []
-    for place in range(number * cfg.tasks_per_round, (number + 1) * cfg.tasks_per_round):
-        order = random.Random(f"order {cfg.seed} {place // len(tasks)}").sample(range(len(tasks)), len(tasks))
-        chosen.append(tasks[order[place % len(tasks)]])
-    return chosen
+    start, end = number * cfg.tasks_per_round, (number + 1) * cfg.tasks_per_round
+    order = [task for n in range(end // len(tasks) + 1)
+             for task in random.Random(f"order {cfg.seed} {n}").sample(tasks, len(tasks))]
+    return order[start:end]
 
 def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clock):
     """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
-    chosen, world_calls = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                       # step 1
+    chosen, world_calls = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                               # step 1
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
-    generator = seeded(policy.device, cfg.seed, "round", number)
-    episodes = rollout(policy, [chosen[n] for n in groups], cfg, cfg.responder, generator, cfg.temperature, groups, simulator)
-    world_calls = LEDGER["rollout"] - world_calls                                                   # steps 2 to 4 are done
+    jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
+    episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4
+    world_calls = LEDGER["rollout"] - world_calls
     clock.lap("rollout", tokens=sum(len(e.row.ids) for e in episodes))
-    steps, skipped = [], 0
+    steps = []
     for m in range(cfg.minibatches):
-        samples = training_samples([e for e in episodes if e.group % cfg.minibatches == m], cfg)    # step 5
-        optimizer.param_groups[0]["lr"] = cfg.lr * min(1.0, (number * cfg.minibatches + m + 1) / cfg.lr_warmup)
-        step = update(policy, optimizer, samples, cfg, reference) if samples else ()                # step 6; () is no signal
-        steps += [step] if step else []
-        skipped += step is None
+        samples = training_samples([e for e in episodes if e.group % cfg.minibatches == m], cfg)            # step 5
+        pace = min(1.0, (number * cfg.minibatches + m + 1) / cfg.lr_warmup) * (1 - 0.9 * number / cfg.rounds)
+        optimizer.param_groups[0]["lr"] = cfg.lr * pace
+        steps.append(update(policy, optimizer, samples, cfg, reference) if samples else ())     # step 6; (): no signal
         clock.lap("update", tokens=sum(len(s.row.ids) for s in samples))
-    return round_metrics(episodes, steps, skipped, number, world_calls), episodes
+    return round_metrics(episodes, [step for step in steps if step], steps.count(None), number, world_calls), episodes
 
 def round_metrics(episodes, steps, skipped, number, world_calls):
     """A line of metrics.jsonl; README has the glossary. Nothing in it depends on the clock."""
-    groups, endings = collections.defaultdict(set), collections.Counter(e.over for e in episodes)
-    for e in episodes:
-        groups[e.group].add(e.reward)
-    metrics = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
-               "no_signal": mean(len(rewards) == 1 for rewards in groups.values()), "fidelity": ratio(fidelity(episodes)),
-               "grad_norm": mean(norm for norm, _, _ in steps), "clipped": mean(cut for _, _, cut in steps),
-               "first_ratio_error": steps[0][1] if steps else None, "steps": len(steps), "skipped_steps": skipped,
-               "truncated": endings["truncated"], "malformed": endings["malformed"],
-               "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
+    endings = collections.Counter(e.over for e in episodes)
+    variety = collections.Counter(group for group, _ in {(e.group, e.reward) for e in episodes})    # rewards of a group
+    line = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
+            "no_signal": mean(n == 1 for n in variety.values()), "fidelity": ratio(fidelity(episodes)),
+            "grad_norm": mean(norm for norm, _, _ in steps), "clipped": mean(cut for _, _, cut in steps),
+            "first_ratio_error": steps[0][1] if steps else None, "steps": len(steps), "skipped_steps": skipped,
+            "truncated": endings["truncated"], "malformed": endings["malformed"],
+            "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
     for role, name in ROLE_NAMES.items():
         surprise = [-logprob for e in episodes for logprob, tag in zip(e.row.logprobs, e.row.tags) if tag == role]
-        metrics.update({f"{name}_tokens": len(surprise), f"{name}_entropy": mean(surprise)})
-    return metrics
-
-def probe(policy, tasks, cfg, number):
-    """A short look at the reality gap: a fixed sample of held-out tasks, an episode in the world and an imagined one each."""
-    some = random.Random("probe").sample(tasks, min(cfg.probe_tasks, len(tasks)))
-    result = evaluate(policy, some, cfg, f"probe {number}", samples=1)
-    return {key: result[key] for key in ("world_success", "imagined_success", "reality_gap")}
+        line.update({f"{name}_tokens": len(surprise), f"{name}_entropy": mean(surprise)})
+    return line
 
 def status_line(m, probe, clock):
     """What the terminal shows of a round."""
-    show = lambda value: "  -  " if value is None else f"{value:5.2f}"
-    return (f"round {m['round']:3d}  reward {show(m['reward'])}  no signal {m['no_signal']:4.0%}  fidelity {show(m['fidelity'])}"
-            f"  reality gap {show(probe.get('reality_gap'))}  grad norm {show(m['grad_norm'])}"
-            f"  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
+    reward, truth, gap, norm = ("  -  " if value is None else f"{value:5.2f}" for value in (
+        m["reward"], m["fidelity"], probe.get("reality_gap"), m["grad_norm"]))
+    return (f"round {m['round']:3d}  reward {reward}  no signal {m['no_signal']:4.0%}  fidelity {truth}  reality gap "
+            f"{gap}  grad norm {norm}  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
 
 class Clock:
     """Seconds and tokens by kind of work; kept out of metrics.jsonl, which must not differ between equal runs."""
-
     def __init__(self):
         self.seconds, self.tokens, self.last = collections.Counter(), collections.Counter(), time.time()
 
     def lap(self, kind, tokens=0):
-        now = time.time()
-        self.seconds[kind] += now - self.last
+        before, self.last = self.last, time.time()
+        self.seconds[kind] += self.last - before
         self.tokens[kind] += tokens
-        self.last = now
 
     def speed(self, kind):
         return round(self.tokens[kind] / self.seconds[kind]) if self.seconds[kind] else 0
 
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
-
 def mean(values):
     values = list(values)
     return sum(values) / len(values) if values else None
@@ -1188,19 +1068,13 @@ def ratio(counts):
 
 def seeded(device, *names):
     """A random generator that depends on the names alone: a resumed run draws what an uninterrupted one would."""
-    digest = hashlib.sha256(repr(names).encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.Generator(device).manual_seed(int(hashlib.sha256(repr(names).encode()).hexdigest()[:14], 16))
 
 def compare_responses(e):
     """[(equal as JSON, what a fresh World answers after the same calls)] for every answered call of an episode."""
-    world, pairs = WORLDS[e.task.world](e.task, "grading"), []
-    for call, text in zip(e.calls, e.responses):
-        truth = compact(world.call(call))
-        try:
-            pairs.append((compact(json.loads(text)) == truth, truth))
-        except (ValueError, RecursionError):
-            pairs.append((False, truth))
-    return pairs
+    world = WORLDS[e.task.world](e.task, "grading")
+    truths = [compact(world.call(call)) for call, _ in zip(e.calls, e.responses)]
+    return [(compact(read_json(text)) == truth, truth) for text, truth in zip(e.responses, truths)]
 
 def fidelity(episodes):
     """{tool: [equal, all]} over imagined responses: how many equal what the World answers after the same calls."""
@@ -1214,30 +1088,28 @@ def fidelity(episodes):
 
 def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simulator=None):
     """`samples` graded episodes of each task, for evaluation; the random numbers follow from the seed and the label."""
-    jobs, episodes, size = [task for task in tasks for _ in range(samples)], [], cfg.tasks_per_round * cfg.group
+    jobs, done, size = [task for task in tasks for _ in range(samples)], [], cfg.tasks_per_round * cfg.group
     generator = seeded(policy.device, cfg.seed, label, responder)
     for n in tqdm(range(0, len(jobs), size), desc=label, unit="batch", leave=False, disable=None):
-        episodes += rollout(policy, jobs[n:n + size], cfg, responder, generator, temperature, None, simulator, "evaluation")
-    return episodes
+        done += rollout(policy, jobs[n:n + size], cfg, responder, generator, temperature, None, simulator, "evaluation")
+    return done
 
 def by_domain(episodes):
-    domains = sorted({e.task.domain for e in episodes})
-    return {domain: [e for e in episodes if e.task.domain == domain] for domain in domains}
+    return {name: [e for e in episodes if e.task.domain == name] for name in sorted({e.task.domain for e in episodes})}
 
 def evaluate(policy, tasks, cfg, label, samples):
-    """Success on tasks in the World (sampled, greedy) and as imagined, fidelity, reality gap; all of it by domain too."""
+    """Success on tasks in the World (sampled, greedy) and as imagined, fidelity, reality gap; the same by domain."""
     with_world = [task for task in tasks if task.world]
     world = run_tasks(policy, with_world, cfg, "world", cfg.temperature, f"{label}: world", samples)
     greedy = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy")
     imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", samples)
-
-    def measures(world, greedy, imagined):
-        real, dreamt = mean(e.success for e in world), mean(e.success for e in imagined)
-        return {"world_success": real, "world_success_greedy": mean(e.success for e in greedy), "imagined_success": dreamt,
-                "fidelity": ratio(fidelity(imagined)), "reality_gap": None if None in (real, dreamt) else dreamt - real}
+    def measures(*parts):
+        real, greedy, dreamt = (mean(e.success for e in part) for part in parts)
+        return {"world_success": real, "world_success_greedy": greedy, "imagined_success": dreamt,
+                "fidelity": ratio(fidelity(parts[2])), "reality_gap": None if None in (real, dreamt) else dreamt - real}
     parts = [by_domain(episodes) for episodes in (world, greedy, imagined)]
-    tools = {tool: hits / n for tool, (hits, n) in sorted(fidelity(imagined).items())}
-    return {**measures(world, greedy, imagined), "fidelity_by_tool": tools,
+    return {**measures(world, greedy, imagined),
+            "fidelity_by_tool": {tool: hits / n for tool, (hits, n) in sorted(fidelity(imagined).items())},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
 def pass_at_k(n, correct, k):
@@ -1251,16 +1123,14 @@ def write_json(path, content):
 
 class RunFolder:
     """config.json, metrics.jsonl, episodes.jsonl, checkpoint.pt, and at the end result.json and model/."""
-
     def __init__(self, cfg):
-        self.cfg, self.path, self.result = cfg, Path(cfg.out), None
+        self.cfg, self.path = cfg, Path(cfg.out)
+        config, result = self.path / "config.json", self.path / "result.json"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / "config.json").exists():
-                write_json(self.path / "config.json", asdict(cfg))
-            saved = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
-            if (self.path / "result.json").exists():
-                self.result = json.loads((self.path / "result.json").read_text(encoding="utf-8"))
+            saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else asdict(cfg)
+            write_json(config, saved)
+            self.result = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
         except (OSError, ValueError) as error:
             raise UserError(f"--out {self.path}: the run folder cannot be written or read ({error})")
         other = [f"{key} is {saved.get(key)!r} there and {value!r} here" for key, value in asdict(cfg).items()
@@ -1269,8 +1139,8 @@ class RunFolder:
 
     def log(self, metrics, episodes):
         """Append a line to metrics.jsonl, and the episodes, readable, to episodes.jsonl."""
-        lines = [{"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward, "ended": e.over,
-                  "calls": e.calls, "responses": e.responses, "answers": e.answers} for e in episodes]
+        lines = [{"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward,
+                  "ended": e.over, "calls": e.calls, "responses": e.responses, "answers": e.answers} for e in episodes]
         for name, rows in (("metrics.jsonl", [metrics]), ("episodes.jsonl", lines)):
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write("".join(compact(row) + "\n" for row in rows))
@@ -1282,8 +1152,8 @@ class RunFolder:
         os.replace(part, self.path / "checkpoint.pt")
 
     def resume(self, policy, optimizer, clock):
-        """Load the last checkpoint, if there is one, and drop what was logged after it. Returns the state of the run."""
-        state = {"round": 0, "base": None, "probe": {}, "episodes": 0, "world_calls": 0, "skipped": 0}
+        """Load the last checkpoint, if there is one, and drop what was logged after it. Returns the run's state."""
+        state = {"round": 0, "base": None, "probe": {}, "world_calls": 0, "skipped": 0}
         if (self.path / "checkpoint.pt").exists():
             saved = torch.load(self.path / "checkpoint.pt", map_location=policy.device)
             policy.model.load_state_dict(saved["model"])
@@ -1301,16 +1171,16 @@ class RunFolder:
     def finish(self, policy, state, trained, clock):
         """Save the policy and write result.json; returns its content."""
         policy.save(self.path / "model")
-        seconds = {"warm_start": clock.seconds["warm_start"], "train": clock.seconds["rollout"] + clock.seconds["update"],
-                   "eval": clock.seconds["eval"], "total": sum(clock.seconds.values())}
+        seconds = {"warm_start": clock.seconds["warm_start"], "eval": clock.seconds["eval"],
+                   "train": clock.seconds["rollout"] + clock.seconds["update"], "total": sum(clock.seconds.values())}
         result = {"base": state["base"], "trained": trained, "world_calls_in_rollouts": state["world_calls"],
-                  "episodes": state["episodes"], "seed": self.cfg.seed, "seconds": {k: round(v, 1) for k, v in seconds.items()},
-                  "tokens_per_second": {k: clock.speed(k) for k in ("rollout", "update")}, "config": asdict(self.cfg)}
+                  "episodes": state["round"] * self.cfg.tasks_per_round * self.cfg.group, "seed": self.cfg.seed,
+                  "seconds": {kind: round(spent, 1) for kind, spent in seconds.items()}, "config": asdict(self.cfg),
+                  "tokens_per_second": {kind: clock.speed(kind) for kind in ("rollout", "update")}}
         write_json(self.path / "result.json", result)
         return result
 
 # ---- 11. Commands ---------------------------------------------------------------------------------------------------
-
 def command_train(cfg):
     result = train(cfg)
     print(result_table(result))
@@ -1322,7 +1192,7 @@ def result_table(result):
     show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
     lines = [f"{'held-out tasks':34}  base  trained  change"]
     for name in ("all", *result["trained"]["by_domain"]):
-        base, trained = (part if name == "all" else part["by_domain"][name] for part in (result["base"], result["trained"]))
+        base, trained = ({"all": part, **part["by_domain"]}[name] for part in (result["base"], result["trained"]))
         for key in ("world_success", "world_success_greedy", "imagined_success", "fidelity", "reality_gap"):
             change = None if None in (base[key], trained[key]) else trained[key] - base[key]
             label = f"{name}: {key.replace('_', ' ')}"
@@ -1331,13 +1201,10 @@ def result_table(result):
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
-    folder = f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model
-    require(Path(folder).is_dir(), f"{folder}: no such folder; train first, or name a model folder with --model")
-    policy = load_policy(folder, pick_device(cfg))
+    policy = load_policy(f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model, pick_device(cfg))
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
-    homeless = [task.id for task in tasks if not task.world]
-    require(cfg.responder != "world" or not homeless, f"--responder world: tasks without a world, {homeless[:3]}; use rehearsal")
+    require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
     return policy, tasks, frozen_simulator(policy, cfg)
 
@@ -1345,11 +1212,10 @@ def command_eval(cfg):
     policy, tasks, simulator = open_policy(cfg)
     samples = cfg.eval_samples if cfg.temperature else 1
     episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
-    print(f"{len(tasks)} tasks of split {cfg.split}, {samples} episodes each, temperature {cfg.temperature}, {cfg.responder}")
+    print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}")
     for name, part in [("all", episodes), *by_domain(episodes).items()]:
-        hits = collections.Counter({e.task.id: 0 for e in part})
-        hits.update(e.task.id for e in part if e.success)
-        passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits.values()):.3f}"
+        hits = [sum(e.success for e in part[n:n + samples]) for n in range(0, len(part), samples)]      # of each task
+        passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits):.3f}"
                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples]
         known = [f"fidelity {ratio(fidelity(part)):.3f}"] if fidelity(part) else []
         print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
@@ -1359,12 +1225,10 @@ def command_show(cfg):
     chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
     require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
     group = run_tasks(policy, chosen, cfg, cfg.responder, cfg.temperature, "show", cfg.group, simulator)
-    for other in group:
-        other.group = 0
-    e, advantages = group[0], role_advantages(group, cfg.baseline, cfg.scale_advantages)
+    e, advantages = group[0], role_advantages([replace(e, group=0) for e in group], cfg.baseline, cfg.scale_advantages)
     print(paint_row(policy, e.row))
-    names = {CONTEXT: "context", **ROLE_NAMES}
-    print("\ntokens: " + ", ".join(f"{e.row.tags.count(tag)} {name}" for tag, name in names.items()))
+    counts = [f"{e.row.tags.count(tag)} {name}" for tag, name in {CONTEXT: "context", **ROLE_NAMES}.items()]
+    print("\ntokens: " + ", ".join(counts))
     truths = compare_responses(e) if e.task.world else [(False, "(this task has none)")] * len(e.responses)
     for call, text, imagined, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
         print(f"{call['name']} {compact(call['arguments'])} -> {text}  {'imagined' if imagined else 'real'}; "
@@ -1385,10 +1249,9 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-COMMANDS = {"train": (command_train, "train a policy and evaluate it before and after"),
-            "eval": (command_eval, "success of a saved policy on one split"),
-            "show": (command_show, "one episode with every token's role, and the world beside it")}
-DEFAULTS = {"eval": {"responder": "world"}, "show": {"group": 4}}       # where a command's default is not Config's
+COMMANDS = {"train": (command_train, {}, "train a policy and evaluate it before and after"),     # {defaults of its own}
+            "eval": (command_eval, {"responder": "world"}, "success of a saved policy on one split"),
+            "show": (command_show, {"group": 4}, "one episode with every token's role, and the world beside it")}
 SAVED_POLICY_FLAGS = """out seed device threads tasks model responder simulator temperature max_turns max_act_tokens
     max_response_tokens max_tokens tasks_per_round group baseline scale_advantages eval_samples split task""".split()
 
@@ -1403,15 +1266,16 @@ def parse_flags(arguments):
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=raw, allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    for command, (_, help) in COMMANDS.items():
+    for command, (_, defaults, help) in COMMANDS.items():
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
         for f in fields(Config):
             if f.name in ("split", "task") if command == "train" else f.name not in SAVED_POLICY_FLAGS:
                 continue
-            default, flag = DEFAULTS.get(command, {}).get(f.name, f.default), "--" + f.name.replace("_", "-")
+            default = defaults.get(f.name, f.default)
             kind = {"type": f.type, "choices": f.metadata["choices"]}
             kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
-            sub.add_argument(flag, default=default, help=f"{f.metadata['help']} (default: {'none' if default == '' else default})", **kind)
+            about = f"{f.metadata['help']} (default: {'none' if default == '' else default})"
+            sub.add_argument("--" + f.name.replace("_", "-"), default=default, help=about, **kind)
     flags = vars(parser.parse_args(arguments))
     return flags.pop("command"), Config(**flags)
 
