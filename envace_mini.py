@@ -67,9 +67,9 @@ class Config:
     warm_steps: int = option(900, "optimiser steps on demonstrations; after too few it cannot copy what it reads")
     warm_batch: int = option(16, "demonstrations a step; small batches and many steps beat large batches here")
     warm_lr: float = option(6e-3, "Muon's learning rate for the matrices; AdamW takes half of it for the rest")
-    blunder: float = option(0.1, "share of demonstrated act turns that are replaced by a wrong one")
-    stale: float = option(0.65, "how often a demonstration believes a fact's stale value, where it has one")
-    fresh: float = option(0.5, "share of demonstrations with shuffled facts, which teach reading the response")
+    blunder: float = option(0.15, "share of demonstrated act turns that are replaced by a wrong one")
+    stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
+    fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
     responder: str = option("rehearsal", "who answers a call: the policy itself, a frozen model, or the real world",
                             ("rehearsal", "simulator", "world"))
@@ -80,7 +80,7 @@ class Config:
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
     max_tokens: int = option(480, "tokens in an episode; one that reaches a limit is cut and graded as it stands")
     # role-wise GRPO
-    rounds: int = option(90, "rounds of rollout and update")
+    rounds: int = option(120, "rounds of rollout and update")
     tasks_per_round: int = option(12, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
     minibatches: int = option(2, "optimiser steps a round, each on its share of the groups")
@@ -100,7 +100,7 @@ class Config:
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
     split: str = option("eval", "which tasks eval and show take", ("eval", "train"))
     task: str = option("", "id of the task that show shows; empty for the first of the split")
-    probe_every: int = option(10, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
+    probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look, one episode in the world and one imagined each")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
     log_episodes: int = option(2, "episodes a round written to episodes.jsonl")
