@@ -27,9 +27,8 @@ Departures: here                                          in the paper, or in th
   a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a model as judge
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
   a role alone in its group gets advantage 0              it keeps its raw reward
-  rows without advantage are not computed (same gradient) they are computed
   a call that does not fit the schemas is refused by code the rehearsal decides
-  an episode that cannot be scored is left out            it scores 0
+  learning rate 4e-4, falling to a tenth                  1e-6
 """
 import argparse, array, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -71,7 +70,7 @@ class Config:
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
-    responder: str = option("rehearsal", "who answers a call: the policy itself, a frozen model, or the real world",
+    responder: str = option("rehearsal", "who answers calls: itself, a frozen model, the real world",
                             ("rehearsal", "simulator", "world"))
     simulator: str = option("base", "with --responder simulator: base (the policy before training) or a model folder")
     temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
@@ -90,24 +89,21 @@ class Config:
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
     baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, "
                            "or one mean for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
-    aggregation: str = option("turn", "what weighs the same: every turn, every token, or each role",
-                              ("turn", "token", "role"))
+    aggregation: str = option("turn", "what weighs the same: a turn, a token, or a role", ("turn", "token", "role"))
     train_roles: str = option("act,rehearse", "which roles learn", ("act,rehearse", "act", "rehearse"))
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
     token_budget: int = option(8192, "padded tokens in one forward and backward pass; lower it when memory is short")
-    # evaluation and records
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
     split: str = option("eval", "which tasks eval and show take", ("eval", "train"))
     task: str = option("", "id of the task that show shows; empty for the first of the split")
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look, one episode in the world and one imagined each")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
-    log_episodes: int = option(2, "episodes a round written to episodes.jsonl")
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
-    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "log_episodes", "blunder", "stale", "fresh"}
+    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "blunder", "stale", "fresh"}
     for f in fields(cfg):
         value, bound = getattr(cfg, f.name), "of at least" if f.name in may_be_zero else "above"
         fits = f.type not in (int, float) or (math.isfinite(value) and value >= 0 and (value or f.name in may_be_zero))
@@ -116,8 +112,8 @@ def check_config(cfg, command):
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
     require(command != "train" or cfg.temperature > 0, "--temperature must be above 0 in training")
     require(command != "train" or cfg.group > 1, "--group must be at least 2: episodes are compared within their group")
-    require(re.fullmatch(r"auto|cpu|cuda(:\d+)?", cfg.device), f"--device {cfg.device}: not auto, cpu, cuda or cuda:N")
-    require("cuda" not in cfg.device or torch.cuda.is_available(), f"--device {cfg.device}: this torch sees no GPU")
+    require(cfg.device in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", cfg.device) and torch.cuda.is_available(),
+            f"--device {cfg.device}: not auto, cpu, cuda or cuda:N, or a GPU that this torch does not see")
 
 def pick_device(cfg):
     torch.set_num_threads(cfg.threads)
@@ -153,7 +149,9 @@ def compact(value):
 def read_json(text):
     """The value of a JSON text that a model wrote, or None where it is malformed."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        compact(value).encode()                         # a lone surrogate can stand in JSON, but in no file
+        return value
     except (ValueError, RecursionError):
         return None
 
@@ -174,7 +172,8 @@ def check_call(tools, call):
             return "unknown argument"
         if type(value) not in JSON_TYPES.get(about.get("type"), [type(value)]):
             return f"wrong type of {key}"
-        if value not in about.get("enum", [value]) or ("minimum" in about and value < about["minimum"]):
+        low = isinstance(value, (int, float)) and value < about.get("minimum", value)
+        if low or value not in about.get("enum", [value]):
             return f"wrong value of {key}"
 
 def is_call(value):
@@ -188,14 +187,16 @@ class World:
     tools, categories, kept, blank = (), (), (), {}     # kept: the categories that calls change, a part of the state
     def __init__(self, task, purpose, facts=None):
         self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
-        kept = {category: self.facts[category] for category in self.kept}
-        self.state = copy.deepcopy({**self.blank, **task.start, **kept})
+        self.state = copy.deepcopy({**self.blank, **task.start, **{name: self.facts[name] for name in self.kept}})
 
     def call(self, call):
         """The response, a JSON object; {"error": reason} for a call that does not fit the schemas."""
         LEDGER[self.purpose] += 1
         error = check_call(self.schemas, call)
-        return {"error": error} if error else getattr(self, call["name"])(**call["arguments"])
+        try:
+            return {"error": error} if error else getattr(self, call["name"])(**call["arguments"])
+        except (KeyError, TypeError):                   # a user's schemas may allow what this world does not have
+            return {"error": "impossible"}
 
 class Shop(World):
     """Prices to look up and compare, and things to buy with few coins, once and for all."""
@@ -231,8 +232,8 @@ class Bank(World):
         if amount > self.state["balances"][source]:
             self.state["fined"] += 1
             return {"error": "fined"}
-        self.state["balances"][source] -= amount
         self.state["balances"][target] += amount
+        self.state["balances"][source] -= amount
         return {"ok": True}
 
     def oracle(self, goal, heard):
@@ -343,7 +344,8 @@ def check_tool(where, tool):
     require(isinstance(needed, list) and set(map(str, needed)) <= set(properties), f"{where}: wrong 'required'")
     for key, about in properties.items():
         require(str(about.get("type", "string")) in JSON_TYPES, f"{where}: {key} has an unknown 'type'")
-        require(isinstance(about.get("enum", []), list), f"{where}: 'enum' of {key} must be a list")
+        fits = isinstance(about.get("enum", []), list) and isinstance(about.get("minimum", 0), (int, float))
+        require(fits, f"{where}: 'enum' of {key} must be a list and 'minimum' a number")
     return name
 
 def check_calls(where, calls, names):
@@ -358,8 +360,8 @@ def check_check(where, check, task, names):
     require(isinstance(check.get(key), wanted), f"{where}: '{key}' is missing or not of type {wanted.__name__}")
     check_calls(where, check["calls"] if kind == "calls" else [], names)
     require(kind != "state" or task.world, f"{where}: a state check needs a task with a world")
-    require(check.get("turn", 0) in range(len(task.user)), f"{where}: 'turn' must number a user turn, from 0")
-    weight = check.get("weight", 1)
+    turn, weight = check.get("turn", 0), check.get("weight", 1)
+    require(type(turn) is int and 0 <= turn < len(task.user), f"{where}: 'turn' must number a user turn, from 0")
     require(isinstance(weight, (int, float)) and 0 < weight < math.inf, f"{where}: 'weight' must be a number above 0")
 
 def grade(task, calls, answers):
@@ -381,10 +383,9 @@ def grade(task, calls, answers):
             verdicts.append(all(world.state.get(key) == value for key, value in check["equals"].items()))
         else:
             verdicts.append(plain(answers[check.get("turn", -1)]) == plain(check["equals"]))
-    must = all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check)
     weights = [check.get("weight", 0.0) for check in task.checks]
     share = sum(w for w, ok in zip(weights, verdicts) if ok) / sum(weights) if any(weights) else 1.0
-    return (share if must else 0.0), verdicts
+    return share * all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check), verdicts
 
 def plain(text):
     return " ".join(text.casefold().split()).rstrip(".! ")
@@ -392,13 +393,13 @@ def plain(text):
 # ---- 3. Roles and tokens --------------------------------------------------------------------------------------------
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MARK = "\ue000"         # put inside control strings that occur in data, so that they are encoded as plain text
-TINY_TEMPLATE = """{%- if tools or messages[0].role == 'system' -%}
-<|im_start|>system{{ '\\n' + messages[0].content if messages[0].role == 'system' else '' }}{%- for t in tools or [] -%}
-{{ '\\n' + t.function.name + '(' + t.function.parameters.properties | join(',') + ') ' + t.function.description }}
+TINY_TEMPLATE = """{%- if tools or messages[0].role == 'system' -%}<|im_start|>system
+{{- '\\n' + messages[0].content if messages[0].role == 'system' else '' }}{%- for t in tools or [] -%}{{ '\\n' ~
+t.function.name ~ '(' ~ (t.function.parameters or {}).properties | join(',') ~ ') ' ~ t.function.description }}
 {%- endfor %}<|im_end|>{{ '\\n' }}{% endif -%}
 {%- for m in messages if m.role != 'system' -%}<|im_start|>{{ m.role + '\\n' + (m.content or '') }}
-{%- for c in m.tool_calls or [] -%}
-<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{%- endfor -%}
+{%- for c in m.tool_calls or [] -%}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} |
+tojson(separators=(',', ':')) }}</tool_call>{%- endfor -%}
 <|im_end|>{{ '\\n' }}{% endfor -%}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
 FALLBACK_TOOLS = """\n\nYou can call these functions (JSON Schema, one a line):\n{tools}
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
@@ -420,7 +421,7 @@ class Row:
     def extend(self, ids, tag=CONTEXT, logprobs=None):
         """The one place where tokens and tags are written. Sampled tokens go on with the role's turn or open one."""
         if tag != CONTEXT:
-            if not (self.turns and self.turns[-1].end == len(self.ids)):
+            if not (self.turns and (self.turns[-1].role, self.turns[-1].end) == (tag, len(self.ids))):
                 self.turns.append(Turn(tag, len(self.ids), len(self.ids)))
             self.turns[-1].end += len(ids)
         self.ids += ids
@@ -432,6 +433,8 @@ def call_text(call):
 
 def parse_act(text):
     """What an act turn says: a list of calls, or an answer (str), or None where a call is malformed. Takes any text."""
+    if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
+        return None                                     # never closed: the expression would search for long
     calls, rest = [read_json(body) for body in TOOL_CALL.findall(text)], TOOL_CALL.sub("", text)
     if not all(map(is_call, calls)) or "<tool_call>" in rest or "</tool_call>" in rest:
         return None
@@ -491,7 +494,7 @@ class ChatFormat:
         messages = [{"role": speaker, "content": content} for speaker, content in turns]
         before, after = self.render(messages[:4]).split(said)[1].split(first)
         both = self.attempt(messages)                   # a template may refuse two such turns in a row
-        between = both.split(first)[1].split(second)[0] if first in both else after
+        between = both.split(first)[1].split(second)[0] if first in both else "\n</tool_response>\n<tool_response>\n"
         return self.encode(before), self.encode(between), self.encode(after)
 
     def escape(self, text):
@@ -558,10 +561,10 @@ def load_policy(folder, device):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        require(tokenizer.chat_template, "its tokenizer has no chat template")
+        return Policy(model, tokenizer, device)
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
-        raise UserError(f"{folder}: cannot be loaded as a model ({str(error).strip().splitlines()[0]})")
-    require(tokenizer.chat_template, f"{folder}: its tokenizer has no chat template")
-    return Policy(model, tokenizer, device)
+        raise UserError(f"{folder}: cannot be loaded ({(str(error) or repr(error)).strip().splitlines()[0]})")
 
 def padded(lists, device):
     """Lists of numbers as one tensor (B, T), zeros at the ends: a causal model cannot look there, so needs no mask."""
@@ -755,12 +758,7 @@ def token_weights(rows, aggregation, roles):
             row_weights[t.start:t.end] = [weight] * (t.end - t.start)
     return weights
 
-@dataclass
-class Sample:
-    """A row ready for the loss: a weight and an advantage for every token."""
-    row: Row
-    weights: list
-    advantages: list
+Sample = collections.namedtuple("Sample", "row weights advantages")   # ready for the loss: two more values a token
 
 def training_samples(episodes, cfg):
     """The samples of one update. Rows without signal are left out: their gradient is 0, and the weights count them."""
@@ -953,14 +951,17 @@ def fit_demonstrations(policy, rows, cfg):
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
-    run, device, tasks = RunFolder(cfg), pick_device(cfg), load_tasks(cfg.tasks)
+    device, tasks = pick_device(cfg), load_tasks(cfg.tasks)
+    learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
+    require(learn, f"--tasks {cfg.tasks}: no task has the split train")
+    require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
+    policy = None if cfg.model == "tiny" else load_policy(cfg.model, device)
+    run = RunFolder(cfg)                                # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
-    learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
-    require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
-    policy = warm_start(learn, cfg, device) if cfg.model == "tiny" else load_policy(cfg.model, device)
+    policy = policy or warm_start(learn, cfg, device)
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
@@ -978,7 +979,7 @@ def train(cfg):
             clock.lap("eval")
         state["world_calls"] += metrics["world_calls"]
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
-        run.log({**metrics, **state["probe"]}, episodes[:cfg.log_episodes])
+        run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
         bar.update()
         require(state["skipped"] < 10, f"no finite loss in 10 steps: stopped; {run.path} was good before; lower --lr")
@@ -1006,11 +1007,10 @@ def choose_tasks(tasks, cfg, number):
 
 def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clock):
     """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
-    chosen, world_calls = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                               # step 1
+    chosen, before = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                                    # step 1
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
     jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
     episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4
-    world_calls = LEDGER["rollout"] - world_calls
     clock.lap("rollout", tokens=sum(len(e.row.ids) for e in episodes))
     steps = []
     for m in range(cfg.minibatches):
@@ -1019,16 +1019,16 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
         optimizer.param_groups[0]["lr"] = cfg.lr * pace
         steps.append(update(policy, optimizer, samples, cfg, reference) if samples else ())     # step 6; (): no signal
         clock.lap("update", tokens=sum(len(s.row.ids) for s in samples))
-    return round_metrics(episodes, [step for step in steps if step], steps.count(None), number, world_calls), episodes
+    return round_metrics(episodes, steps, number, LEDGER["rollout"] - before), episodes
 
-def round_metrics(episodes, steps, skipped, number, world_calls):
+def round_metrics(episodes, steps, number, world_calls):
     """A line of metrics.jsonl; README has the glossary. Nothing in it depends on the clock."""
-    endings = collections.Counter(e.over for e in episodes)
+    endings, made = collections.Counter(e.over for e in episodes), [step for step in steps if step]
     variety = collections.Counter(group for group, _ in {(e.group, e.reward) for e in episodes})    # rewards of a group
     line = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
             "no_signal": mean(n == 1 for n in variety.values()), "fidelity": ratio(fidelity(episodes)),
-            "grad_norm": mean(norm for norm, _, _ in steps), "clipped": mean(cut for _, _, cut in steps),
-            "first_ratio_error": steps[0][1] if steps else None, "steps": len(steps), "skipped_steps": skipped,
+            "grad_norm": mean(norm for norm, _, _ in made), "clipped": mean(cut for _, _, cut in made),
+            "first_ratio_error": made[0][1] if made else None, "steps": len(made), "skipped_steps": steps.count(None),
             "truncated": endings["truncated"], "malformed": endings["malformed"],
             "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
     for role, name in ROLE_NAMES.items():
@@ -1074,7 +1074,8 @@ def compare_responses(e):
     """[(equal as JSON, what a fresh World answers after the same calls)] for every answered call of an episode."""
     world = WORLDS[e.task.world](e.task, "grading")
     truths = [compact(world.call(call)) for call, _ in zip(e.calls, e.responses)]
-    return [(compact(read_json(text)) == truth, truth) for text, truth in zip(e.responses, truths)]
+    key = lambda text: json.dumps(read_json(text), sort_keys=True)
+    return [(key(text) == key(truth), truth) for text, truth in zip(e.responses, truths)]
 
 def fidelity(episodes):
     """{tool: [equal, all]} over imagined responses: how many equal what the World answers after the same calls."""
@@ -1128,10 +1129,10 @@ class RunFolder:
         config, result = self.path / "config.json", self.path / "result.json"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            saved = json.loads(config.read_text(encoding="utf-8")) if config.exists() else asdict(cfg)
+            saved = dict(json.loads(config.read_text(encoding="utf-8"))) if config.exists() else asdict(cfg)
             write_json(config, saved)
             self.result = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--out {self.path}: the run folder cannot be written or read ({error})")
         other = [f"{key} is {saved.get(key)!r} there and {value!r} here" for key, value in asdict(cfg).items()
                  if key != "out" and saved.get(key) != value]
@@ -1163,8 +1164,8 @@ class RunFolder:
             clock.tokens.update(saved["tokens"])
             print(f"going on with {self.path} at round {state['round']}")
         for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if line.endswith("}") and json.loads(line)["round"] < state["round"]]
+            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []     # whole lines only
+            kept = [line for line in lines if json.loads(line)["round"] < state["round"]]
             path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         return state
 
