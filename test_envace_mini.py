@@ -1651,3 +1651,23 @@ def test_success_needs_an_end_and_all_verdicts():
     for over, verdicts, success in [("done", [True, True], True), ("done", [True, False], False),
                                     ("truncated", [True], False), ("malformed", [True], False)]:
         assert E.Episode(None, 0, over=over, verdicts=verdicts).success is success
+
+# ---- 11. the whole thing: training must improve the policy ----------------------------------------------------------
+
+def test_world_rehearsal_teaches_acting_and_the_world(tmp_path):
+    """A small real run on the shop alone: warm start, 24 rounds, no call to the world; about a minute and a half."""
+    threads, shop = torch.get_num_threads(), str(HERE / "toy_tasks" / "shop.json")
+    try:
+        result = E.train(E.Config(out=str(tmp_path / "run"), tasks=shop, warm_steps=400, rounds=24, tasks_per_round=8,
+                                  group=8, probe_every=0, eval_samples=2))
+    finally:
+        torch.set_num_threads(threads)
+    base, trained = result["base"], result["trained"]
+    assert result["world_calls_in_rollouts"] == 0 and result["episodes"] == 24 * 64
+    assert trained["world_success"] > base["world_success"] + 0.1
+    assert trained["imagined_success"] > base["imagined_success"] + 0.1
+    assert trained["fidelity"] > base["fidelity"] + 0.05
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    rewards = [m["reward"] for m in metrics]
+    assert sum(rewards[-8:]) > sum(rewards[:8]) + 0.8
+    assert metrics[0]["first_ratio_error"] < 1e-5
