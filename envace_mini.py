@@ -33,7 +33,7 @@ Departures: here                                          in the paper, or in th
 import argparse, array, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-import torch, transformers
+import tokenizers, torch, transformers
 from tqdm import tqdm
 
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
@@ -181,9 +181,8 @@ def is_call(value):
     return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
 
 class World:
-    """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, which
-    trusts the facts, is the actor of the demonstrations: from the (call, response) pairs heard so far it gives its next
-    calls, or its answer (a string), or None where it sees no way."""
+    """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, the
+    demonstrations' actor, trusts the facts: (call, response) pairs in; calls, an answer (str) or None (no way) out."""
     tools, categories, kept, blank = (), (), (), {}     # kept: the categories that calls change, a part of the state
     def __init__(self, task, purpose, facts=None):
         self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
@@ -328,7 +327,7 @@ def make_task(where, entry):
     require(task.checks, f"{where}: field 'checks' must have at least one check")
     for number, check in enumerate(task.checks):
         check_check(f"{where}: field 'checks', entry {number}", check, task, names)
-    check_calls(f"{where}: field 'reference'", task.reference, names)
+    check_check(f"{where}: field 'reference'", {"kind": "calls", "calls": task.reference}, task, names)
     return task
 
 def check_tool(where, tool):
@@ -348,17 +347,14 @@ def check_tool(where, tool):
         require(fits, f"{where}: 'enum' of {key} must be a list and 'minimum' a number")
     return name
 
-def check_calls(where, calls, names):
-    for call in calls:
-        require(is_call(call), f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
-        require(call["name"] in names, f"{where}: unknown tool {call['name']!r}")
-
 def check_check(where, check, task, names):
     kind = check.get("kind") if isinstance(check, dict) else None
     require(isinstance(kind, str) and kind in CHECKS, f"{where}: 'kind' must be one of {', '.join(CHECKS)}")
     key, wanted = CHECKS[kind]
     require(isinstance(check.get(key), wanted), f"{where}: '{key}' is missing or not of type {wanted.__name__}")
-    check_calls(where, check["calls"] if kind == "calls" else [], names)
+    for call in check["calls"] if kind == "calls" else []:
+        require(is_call(call), f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
+        require(call["name"] in names, f"{where}: unknown tool {call['name']!r}")
     require(kind != "state" or task.world, f"{where}: a state check needs a task with a world")
     turn, weight = check.get("turn", 0), check.get("weight", 1)
     require(type(turn) is int and 0 <= turn < len(task.user), f"{where}: 'turn' must number a user turn, from 0")
@@ -436,9 +432,8 @@ def parse_act(text):
     if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
         return None                                     # never closed: the expression would search for long
     calls, rest = [read_json(body) for body in TOOL_CALL.findall(text)], TOOL_CALL.sub("", text)
-    if not all(map(is_call, calls)) or "<tool_call>" in rest or "</tool_call>" in rest:
-        return None
-    return [{"name": call["name"], "arguments": call["arguments"]} for call in calls] or rest.strip()
+    valid = all(map(is_call, calls)) and "<tool_call>" not in rest and "</tool_call>" not in rest
+    return ([{key: call[key] for key in ("name", "arguments")} for call in calls] or rest.strip()) if valid else None
 
 class ChatFormat:
     """Turns messages into tokens by the model's own chat template; supplies what that template, probed once, does not
@@ -521,10 +516,8 @@ class ChatFormat:
 
     def join(self, row, separator):
         """Append a separator. It begins with the end of the turn before it, which a sampled turn has already."""
-        if row.ids[-1] in self.stop_ids:
-            stop = next((n for n, i in enumerate(separator) if i in self.stop_ids), -1)
-            separator = separator[stop + 1:]
-        row.extend(separator)
+        stops = [n for n, i in enumerate(separator) if i in self.stop_ids]
+        row.extend(separator[stops[0] + 1:] if stops and row.ids[-1] in self.stop_ids else separator)
 
     def add_user(self, row, text):
         """Append a user turn and the header of the act turn that answers it."""
@@ -580,7 +573,6 @@ def row_logprobs(policy, rows, temperature):
 
 class Stream:
     """Rows that grow side by side, each at a place of its own (in a call, a response, a header), and their KV cache."""
-    LONG = 16           # a row that has gained more than this (a long response) is fed all of it in one pass
     def __init__(self, policy, rows):
         self.policy, self.rows, self.cache = policy, rows, transformers.DynamicCache()
         prompts = list(dict.fromkeys(tuple(row.ids) for row in rows))       # a group shares its prompt: compute it once
@@ -618,7 +610,7 @@ class Stream:
         temperature is 0), tagged with its episode's role. Returns the episodes that gained one."""
         speakers = {id(e.row): e for e in episodes}
         backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
-        width = max(backlog) if max(backlog) > self.LONG else 1
+        width = max(backlog) if max(backlog) > 16 else 1            # a long response is fed in one pass
         gained = [row.ids[n:n + min(width, b)] for row, n, b in zip(self.rows, self.fed, backlog)]
         self.fed = [n + len(ids) for n, ids in zip(self.fed, gained)]
         logp = (self.forward(gained) / (temperature or 1.0)).log_softmax(-1)                                  # (B, V)
@@ -663,8 +655,8 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
-    speaks, live = {policy: [ACT], simulator: [REHEARSE]} if simulator else {policy: [ACT, REHEARSE]}, episodes
-    streams = [(Stream(model, [e.row for e in episodes]), roles) for model, roles in speaks.items()]
+    speaks, live = [(policy, [ACT]), (simulator, [REHEARSE])] if simulator else [(policy, [ACT, REHEARSE])], episodes
+    streams = [(Stream(model, [e.row for e in episodes]), roles) for model, roles in speaks]
     while live:
         for stream, roles in streams:
             stream.keep([e.row for e in live])
@@ -699,8 +691,7 @@ def act(chat, e, text):
     if said is None:
         e.over = "malformed"
     elif isinstance(said, list):
-        e.calls += said
-        e.pending = list(said)
+        e.calls, e.pending = e.calls + said, list(said)
         chat.join(e.row, chat.to_tool)
     else:
         e.answers.append(said)
@@ -717,10 +708,7 @@ def hear(chat, e, text, rehearsed):
 
 def answer_known(chat, e):
     """Answer pending calls that need no imagination: those that do not fit the schemas, and all in the real world."""
-    while e.pending:
-        error = check_call(e.task.tools, e.pending[0])
-        if not error and not e.world:
-            return
+    while e.pending and ((error := check_call(e.task.tools, e.pending[0])) or e.world):
         text = compact({"error": error} if error else e.world.call(e.pending[0]))
         e.row.extend(chat.encode(chat.escape(text)))
         hear(chat, e, text, rehearsed=False)
@@ -737,11 +725,9 @@ def role_advantages(episodes, baseline, scale=False):
         turns = {i: sum(t.role == role for t in episodes[i].row.turns) for i in members}
         times = {i: {"turn": n, "trajectory": min(n, 1), "pooled": 1}[baseline] for i, n in turns.items()}
         rewards = [episodes[i].reward for i in members for _ in range(times[i])]    # each as often as it counts
-        mean = sum(rewards) / max(len(rewards), 1)
-        spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(len(rewards), 1)) if scale else 1.0
-        signal = len(set(rewards)) > 1                                      # else exactly 0, whatever the rounding
-        advantages.update({(i, role): (episodes[i].reward - mean) / spread if signal else 0.0
-                           for i in members if turns[i]})
+        b, signal = mean(rewards), len(set(rewards)) > 1                    # else exactly 0, whatever the rounding
+        spread = math.sqrt(mean((reward - b) ** 2 for reward in rewards)) if scale and signal else 1.0
+        advantages.update({(i, role): (episodes[i].reward - b) / spread if signal else 0.0 for i in turns if turns[i]})
     return advantages
 
 def token_weights(rows, aggregation, roles):
@@ -751,11 +737,9 @@ def token_weights(rows, aggregation, roles):
     turns = sum(t.role in roles for row in rows for t in row.turns)
     tokens = collections.Counter(tag for row in rows for tag in row.tags if tag in roles)           # of each role
     weights = [[0.0] * len(row.ids) for row in rows]
-    for row, row_weights in zip(rows, weights):
-        for t in [t for t in row.turns if t.role in roles]:
-            weight = {"turn": 1 / (turns * (t.end - t.start)), "token": 1 / tokens.total(),
-                      "role": 1 / (len(tokens) * tokens[t.role])}[aggregation]
-            row_weights[t.start:t.end] = [weight] * (t.end - t.start)
+    for t, row_weights in [(t, w) for row, w in zip(rows, weights) for t in row.turns if t.role in roles]:
+        equals = {"turn": turns * (t.end - t.start), "token": tokens.total(), "role": len(tokens) * tokens[t.role]}
+        row_weights[t.start:t.end] = [1 / equals[aggregation]] * (t.end - t.start)
     return weights
 
 Sample = collections.namedtuple("Sample", "row weights advantages")   # ready for the loss: two more values a token
@@ -766,14 +750,10 @@ def training_samples(episodes, cfg):
     advantages = role_advantages(episodes, cfg.baseline, cfg.scale_advantages)
     roles = {role for role, name in ROLE_NAMES.items() if name in cfg.train_roles.split(",")}
     roles -= {REHEARSE} if cfg.responder == "simulator" else set()          # those tokens are another model's
-    rows, samples = [e.row for e in episodes], []
-    for i, (row, row_weights) in enumerate(zip(rows, token_weights(rows, cfg.aggregation, roles))):
-        values = [0.0] * len(row.ids)
-        for t in row.turns:
-            values[t.start:t.end] = [advantages[i, t.role]] * (t.end - t.start)
-        if cfg.kl or any(weight * value for weight, value in zip(row_weights, values)):
-            samples.append(Sample(row, row_weights, values))
-    return samples
+    weights = token_weights([e.row for e in episodes], cfg.aggregation, roles)
+    samples = [Sample(e.row, weights[i], [advantages.get((i, tag), 0.0) for tag in e.row.tags])
+               for i, e in enumerate(episodes)]
+    return [s for s in samples if cfg.kl or any(weight * value for weight, value in zip(s.weights, s.advantages))]
 
 def micro_batches(samples, token_budget):
     """Batches of rows of similar length, each with at most token_budget padded tokens (or of a single longer row)."""
@@ -797,8 +777,7 @@ def surrogate_loss(policy, batch, cfg, reference=None):
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * advantage)         # (B, T-1)
     loss = -(weight * objective).sum()
     if reference:
-        with torch.no_grad():
-            base = row_logprobs(reference, rows, cfg.temperature)                                             # (B, T-1)
+        base = row_logprobs(reference, rows, cfg.temperature).detach()                                        # (B, T-1)
         gap = torch.where(weight > 0, base - new, 0.0)                                                        # (B, T-1)
         loss = loss + cfg.kl * (weight * (gap.exp() - gap - 1)).sum()
     return loss, ratio.detach(), ((weight > 0) & (objective < ratio * advantage)).detach()
@@ -879,24 +858,22 @@ def script_row(chat, task, script):
     return e.row
 
 def build_tokenizer(corpus):
-    """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, so
-    that a name or number has the same tokens in question, call and response: copying is then one rule, not a table.
-    What frames a call or a turn is not split: that makes sequences shorter."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, but
+    not what frames calls and turns: names have the same tokens everywhere, so that copying is one rule, not a table."""
+    split, level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
     texts = ["system\nuser\nassistant\ntool\n"] * 100 + [
         text for task, script in corpus[:4000] for text in
         [task.system, compact(task.tools), *task.user, *(re.sub("</?tool_call>", " ", text) for _, text in script)]]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r'\{"name":"|","arguments":\{"|(system|user|assistant|tool)\n'
-                                   r"|\s|\d|[^\W\d_]+|[^\w\s]+|_"), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(
+    pieces = r'\{"name":"|","arguments":\{"|(system|user|assistant|tool)\n' + r"|\s|\d|[^\W\d_]+|[^\w\s]+|_"
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
+        split(tokenizers.Regex(pieces), "isolated"), level(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
         vocab_size=1024, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+        initial_alphabet=level.alphabet(), show_progress=False))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
-                                   additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
+                                                additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
 
 def build_tiny(tokenizer, cfg):
     """A randomly initialised Qwen3 of less than a million parameters."""
@@ -969,10 +946,10 @@ def train(cfg):
     if not state["base"]:
         state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
         clock.lap("eval")
-    bar = tqdm(total=cfg.rounds, initial=state["round"], desc="training", unit="round", disable=None)
-    while state["round"] < cfg.rounds:
-        metrics, episodes = train_round(policy, optimizer, learn, cfg, state["round"], simulator, reference, clock)
-        state["round"] += 1
+    rounds = range(state["round"], cfg.rounds)
+    for number in tqdm(rounds, "training", cfg.rounds, unit="round", initial=state["round"], disable=None):
+        metrics, episodes = train_round(policy, optimizer, learn, cfg, number, simulator, reference, clock)
+        state["round"] = number + 1
         if cfg.probe_every and state["round"] % cfg.probe_every == 0:
             look = evaluate(policy, probed, cfg, f"probe {state['round']}", samples=1)
             state["probe"] = {key: look[key] for key in ("world_success", "imagined_success", "reality_gap")}
@@ -981,7 +958,6 @@ def train(cfg):
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
         run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
-        bar.update()
         require(state["skipped"] < 10, f"no finite loss in 10 steps: stopped; {run.path} was good before; lower --lr")
         if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
             run.checkpoint(policy, optimizer, state, clock)
@@ -994,16 +970,14 @@ def frozen_simulator(policy, cfg):
     if cfg.responder != "simulator":
         return None
     simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device)
-    vocabularies = [model.tokenizer.get_vocab() for model in (simulator, policy)]
-    require(vocabularies[0] == vocabularies[1], f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
+    same = simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
+    require(same, f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
 
 def choose_tasks(tasks, cfg, number):
     """The tasks of one round: every task comes once before any comes again, in an order fixed by the seed."""
-    start, end = number * cfg.tasks_per_round, (number + 1) * cfg.tasks_per_round
-    order = [task for n in range(end // len(tasks) + 1)
-             for task in random.Random(f"order {cfg.seed} {n}").sample(tasks, len(tasks))]
-    return order[start:end]
+    order = (t for n in itertools.count() for t in random.Random(f"order {cfg.seed} {n}").sample(tasks, len(tasks)))
+    return list(itertools.islice(order, number * cfg.tasks_per_round, (number + 1) * cfg.tasks_per_round))
 
 def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clock):
     """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
@@ -1079,13 +1053,10 @@ def compare_responses(e):
 
 def fidelity(episodes):
     """{tool: [equal, all]} over imagined responses: how many equal what the World answers after the same calls."""
-    counts = collections.defaultdict(lambda: [0, 0])
-    for e in episodes:
-        for call, imagined, (same, _) in zip(e.calls, e.rehearsed, compare_responses(e) if e.task.world else []):
-            if imagined:
-                counts[call["name"]][0] += same
-                counts[call["name"]][1] += 1
-    return counts
+    pairs = [(call["name"], same) for e in episodes if e.task.world
+             for call, imagined, (same, _) in zip(e.calls, e.rehearsed, compare_responses(e)) if imagined]
+    verdicts = {name: [same for other, same in pairs if other == name] for name in dict(pairs)}
+    return {name: [sum(some), len(some)] for name, some in verdicts.items()}
 
 def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simulator=None):
     """`samples` graded episodes of each task, for evaluation; the random numbers follow from the seed and the label."""
@@ -1264,8 +1235,7 @@ def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command, (_, defaults, help) in COMMANDS.items():
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
