@@ -98,7 +98,7 @@ class Config:
     split: str = option("eval", "which tasks eval and show take", ("eval", "train"))
     task: str = option("", "id of the task that show shows; empty for the first of the split")
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
-    probe_tasks: int = option(40, "held-out tasks in such a look, one episode in the world and one imagined each")
+    probe_tasks: int = option(40, "held-out tasks in such a look; each in the world, there greedy, and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
 
 def check_config(cfg, command):
