@@ -98,7 +98,7 @@ class Config:
     split: str = option("eval", "which tasks eval and show take", ("eval", "train"))
     task: str = option("", "id of the task that show shows; empty for the first of the split")
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
-    probe_tasks: int = option(40, "held-out tasks in such a look; each in the world, there greedy, and imagined, once")
+    probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
 
 def check_config(cfg, command):
@@ -121,10 +121,28 @@ def pick_device(cfg):
 
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
-CHECKS = {"calls": ("calls", list), "max_calls": ("calls", int), "answer": ("equals", str), "state": ("equals", dict)}
+TEXT, LIST, MAP, NUMBER = ({"type": name} for name in ("string", "array", "object", "number"))
+
+def list_of(items):
+    return {"type": "array", "items": items}
+
+def object_of(required, more=True, /, **properties):
+    return {"type": "object", "required": required, "properties": properties, "additionalProperties": more}
+
+# What a task file holds, as JSON Schemas: tools, calls, the value of each kind of check (see `grade`), a task
+ARGUMENT = object_of([], type={"enum": list(JSON_TYPES)}, enum=LIST, minimum=NUMBER)
+PARAMETERS = object_of([], properties={**MAP, "additionalProperties": ARGUMENT}, required=list_of(TEXT))
+TOOL = object_of(["function"], function=object_of(["name"], name=TEXT, description=TEXT, parameters=PARAMETERS))
+CALL = object_of(["name", "arguments"], name=TEXT, arguments=MAP)
+CHECKS = {"calls": ("calls", list_of(CALL)), "max_calls": ("calls", {"type": "integer"}), "answer": ("equals", TEXT),
+          "state": ("equals", MAP)}
+TASK = object_of(["id", "system", "tools", "user", "checks"], False, id=TEXT, system=TEXT, tools=list_of(TOOL),
+                 user=list_of(TEXT), checks=list_of(MAP), domain=TEXT, split={"enum": ["train", "eval"]}, world=TEXT,
+                 reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP}, start=MAP, goal=list_of(LIST),
+                 stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
 LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
 
-@dataclass
+@dataclass(eq=False)
 class Task:
     """One thing to do: what the policy reads (system, tools, user turns), how it is graded (checks), and its world."""
     id: str
@@ -158,27 +176,34 @@ def read_json(text):
 def tool_call(name, /, **arguments):
     return {"name": name, "arguments": arguments}
 
-def check_call(tools, call):
-    """Why a call does not fit the tool schemas (names, required, type, enum, minimum of its arguments), or None."""
-    schema = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}.get(call["name"])
-    if schema is None:
-        return "unknown tool"
-    missing = [key for key in schema.get("required", []) if key not in call["arguments"]]
+def misfit(value, schema, name, part="argument"):
+    """Why a JSON value does not fit a JSON Schema (type, enum, minimum, items, properties, required of it), or None."""
+    if type(value) not in JSON_TYPES.get(schema.get("type"), [type(value)]):
+        return f"wrong type of {name}"
+    low = isinstance(value, (int, float)) and value < schema.get("minimum", value)
+    if low or value not in schema.get("enum", [value]):
+        return f"wrong value of {name}"
+    missing = [key for key in schema.get("required", []) if isinstance(value, dict) and key not in value]
     if missing:
-        return f"missing argument {missing[0]}"
-    for key, value in call["arguments"].items():
-        about = schema.get("properties", {}).get(key)
-        if about is None:
-            return "unknown argument"
-        if type(value) not in JSON_TYPES.get(about.get("type"), [type(value)]):
-            return f"wrong type of {key}"
-        low = isinstance(value, (int, float)) and value < about.get("minimum", value)
-        if low or value not in about.get("enum", [value]):
-            return f"wrong value of {key}"
+        return f"missing {part} {missing[0]}"
+    parts = [(f"{name}[{n}]", item, schema["items"]) for n, item in enumerate(value)] if "items" in schema else []
+    if isinstance(value, dict):
+        known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
+        parts = [(key, item, known.get(key, more)) for key, item in value.items()]
+    for key, item, about in parts:
+        reason = f"unknown {part}" if about is False else about is not True and misfit(item, about, key, part)
+        if reason:
+            return reason
+
+def check_call(tools, call):
+    """Why a call does not fit the tool schemas, in words, or None."""
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if call["name"] not in functions:
+        return "unknown tool"
+    return misfit(call["arguments"], {"additionalProperties": False, **functions[call["name"]].get("parameters", {})}, "")
 
 def is_call(value):
-    """Whether a JSON value is a call: {"name": a text, "arguments": an object}."""
-    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("arguments"), dict)
+    return misfit(value, CALL, "") is None
 
 class World:
     """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, the
@@ -308,57 +333,35 @@ def load_tasks(where):
 
 def make_task(where, entry):
     """A Task from its JSON fields, every one of them checked; `where` opens each message."""
-    types = {f.name: f.type for f in fields(Task)}
-    for name in ("id", "system", "tools", "user", "checks"):
+    for name in dict.fromkeys([*TASK["required"], *entry]):
         require(name in entry, f"{where}: field '{name}' is missing")
-    for name, value in entry.items():
-        require(name in types, f"{where}: field '{name}' is not known; known are {', '.join(types)}")
-        require(isinstance(value, types[name]), f"{where}: field '{name}' must be of type {types[name].__name__}")
-    task = Task(**entry)
-    require(task.user and all(isinstance(text, str) for text in task.user), f"{where}: field 'user' must list texts")
-    require(task.split in ("train", "eval"), f"{where}: field 'split' must be train or eval, not {task.split!r}")
-    names = [check_tool(f"{where}: field 'tools', entry {n}", tool) for n, tool in enumerate(task.tools)]
-    require(len(set(names)) == len(names), f"{where}: field 'tools': two tools have the same name")
-    require(task.world in ("", *WORLDS), f"{where}: field 'world' must be one of {', '.join(WORLDS)}")
-    world = WORLDS.get(task.world, World)
-    require(not task.world or set(names) <= set(world.tools), f"{where}: field 'tools': this world has {world.tools}")
-    known = {category for category, values in task.facts.items() if isinstance(values, dict)}
-    require(known >= set(world.categories), f"{where}: field 'facts' must map {world.categories}")
-    require(task.checks, f"{where}: field 'checks' must have at least one check")
+        reason = misfit({name: entry[name]}, {**TASK, "required": []}, "it", "entry")
+        require(not reason, f"{where}: field '{name}': {reason}")
+    task, tools = Task(**entry), {tool["function"]["name"]: tool["function"] for tool in entry["tools"]}
+    schemas = [function.get("parameters", {}) for function in tools.values()]
+    world, facts, called = WORLDS.get(task.world, World), {*task.facts}, {call["name"] for call in task.reference}
+    for fits, name, message in [
+            (task.user, "user", "must not be empty"), (task.checks, "checks", "must not be empty"),
+            (len(tools) == len(task.tools) and "" not in tools, "tools", "must have names, each its own"),
+            (all({*s.get("required", [])} <= {*s.get("properties", {})} for s in schemas), "tools", "wrong 'required'"),
+            (task.world in ("", *WORLDS), "world", f"must be one of {', '.join(WORLDS)}"),
+            (not task.world or {*tools} <= {*world.tools}, "tools", f"this world has {world.tools}"),
+            (facts >= {*world.categories}, "facts", f"must map {world.categories}"),
+            (facts >= {*task.stale}, "stale", "must name categories of 'facts'"),
+            (facts >= {*task.shuffle}, "shuffle", "must name categories of 'facts'"),
+            (len(task.goal) in (0, len(task.user)) and all(task.goal), "goal", "must have a list for each user turn"),
+            (called <= {*tools}, "reference", "calls an unknown tool")]:
+        require(fits, f"{where}: field '{name}': {message}")
     for number, check in enumerate(task.checks):
-        check_check(f"{where}: field 'checks', entry {number}", check, task, names)
-    check_check(f"{where}: field 'reference'", {"kind": "calls", "calls": task.reference}, task, names)
+        key, value = CHECKS.get(str(check.get("kind")), ("kind", {"enum": [*CHECKS]}))
+        turn = {"type": "integer", "enum": [*range(len(task.user))]}
+        reason = misfit(check, object_of(["kind", key], **{key: value, "turn": turn, "weight": NUMBER}), "it", "entry")
+        called = {call["name"] for call in check["calls"]} if check.get("kind") == "calls" and not reason else set()
+        for wrong, message in [(reason, reason), (called - {*tools}, f"unknown tool in {sorted(called)}"),
+                               (check.get("kind") == "state" and not task.world, "no world has this state"),
+                               (not reason and not 0 < check.get("weight", 1) < math.inf, "'weight' must be above 0")]:
+            require(not wrong, f"{where}: field 'checks', entry {number}: {message}")
     return task
-
-def check_tool(where, tool):
-    """The name of a tool, if it is an OpenAI function schema."""
-    function = tool.get("function") if isinstance(tool, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    require(name and isinstance(name, str), f'{where}: expected {{"type": "function", "function": {{"name": ...}}}}')
-    where, schema = f"{where} ({name})", function.get("parameters", {})
-    properties = schema.get("properties", {}) if isinstance(schema, dict) else None
-    require(isinstance(properties, dict) and all(isinstance(about, dict) for about in properties.values()),
-            f"{where}: 'parameters' must be a JSON Schema whose 'properties' map argument names to schemas")
-    needed = schema.get("required", [])
-    require(isinstance(needed, list) and set(map(str, needed)) <= set(properties), f"{where}: wrong 'required'")
-    for key, about in properties.items():
-        require(str(about.get("type", "string")) in JSON_TYPES, f"{where}: {key} has an unknown 'type'")
-        fits = isinstance(about.get("enum", []), list) and isinstance(about.get("minimum", 0), (int, float))
-        require(fits, f"{where}: 'enum' of {key} must be a list and 'minimum' a number")
-    return name
-
-def check_check(where, check, task, names):
-    kind = check.get("kind") if isinstance(check, dict) else None
-    require(isinstance(kind, str) and kind in CHECKS, f"{where}: 'kind' must be one of {', '.join(CHECKS)}")
-    key, wanted = CHECKS[kind]
-    require(isinstance(check.get(key), wanted), f"{where}: '{key}' is missing or not of type {wanted.__name__}")
-    for call in check["calls"] if kind == "calls" else []:
-        require(is_call(call), f'{where}: a call must be {{"name": ..., "arguments": {{...}}}}')
-        require(call["name"] in names, f"{where}: unknown tool {call['name']!r}")
-    require(kind != "state" or task.world, f"{where}: a state check needs a task with a world")
-    turn, weight = check.get("turn", 0), check.get("weight", 1)
-    require(type(turn) is int and 0 <= turn < len(task.user), f"{where}: 'turn' must number a user turn, from 0")
-    require(isinstance(weight, (int, float)) and 0 < weight < math.inf, f"{where}: 'weight' must be a number above 0")
 
 def grade(task, calls, answers):
     """(reward in [0, 1], a verdict for each check). Checks read the actor's calls and answers, and the state that a new
@@ -443,7 +446,7 @@ class ChatFormat:
         controls = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # whoever samples one of these forges a turn
-        self.opened, self.missing = {}, set()                               # opening ids by task id; see `probe`
+        self.opened, self.missing = {}, set()                               # opening ids by task; see `probe`
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
         self.to_user, _, self.user_to_act = self.separators("user")
@@ -493,9 +496,10 @@ class ChatFormat:
         return self.encode(before), self.encode(between), self.encode(after)
 
     def escape(self, text):
-        """Data made safe for `encode`: control strings in it will come out as plain text, lone surrogates as `?`."""
+        """Data made safe for `encode`: control strings come out as plain text (of one character: as `?`, like lone
+        surrogates)."""
         text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
-        return self.controls.sub(lambda match: match[0][0] + MARK + match[0][1:], text)
+        return self.controls.sub(lambda m: m[0][0] + MARK + m[0][1:] if len(m[0]) > 1 else "?", text)
 
     def encode(self, text):
         return [i for piece in text.split(MARK) for i in self.tokenizer.encode(piece, add_special_tokens=False)]
@@ -507,12 +511,12 @@ class ChatFormat:
 
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
-        if task.id not in self.opened:
+        if task not in self.opened:
             messages = [{"role": "system", "content": self.escape(task.system)},
                         {"role": "user", "content": self.escape(task.user[0])}]
             tools = json.loads(self.escape(json.dumps(task.tools, ensure_ascii=False)))
-            self.opened[task.id] = self.encode(self.render(messages, tools))
-        return list(self.opened[task.id])
+            self.opened[task] = self.encode(self.render(messages, tools))
+        return list(self.opened[task])
 
     def join(self, row, separator):
         """Append a separator. It begins with the end of the turn before it, which a sampled turn has already."""
@@ -840,11 +844,16 @@ def demonstrations(tasks, cfg):
     rng, wrong, corpus = random.Random(f"demonstrations {cfg.seed}"), collections.defaultdict(list), []
     for task in tasks:
         wrong[task.domain, task.goal[0][0]] += [check["equals"] for check in task.checks if check["kind"] == "answer"]
-    while len(corpus) < cfg.warm_steps * cfg.warm_batch:
+    for tried in itertools.count():
+        if len(corpus) == cfg.warm_steps * cfg.warm_batch:
+            return corpus
+        require(tried < 1000 + 10 * len(corpus), "--tasks: the oracle sees no way to solve most of them")
         task = rng.choice(tasks)
-        script = demonstrate(task, rng, cfg, wrong)
+        try:
+            script = demonstrate(task, rng, cfg, wrong)
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise UserError(f"task {task.id!r}: its 'goal', 'tools' or 'facts' are not what its world's oracle knows")
         corpus += [(task, script)] if script else []
-    return corpus
 
 def script_row(chat, task, script):
     """The row that a rollout would have made of a script, with the same tags."""
@@ -951,14 +960,14 @@ def train(cfg):
         metrics, episodes = train_round(policy, optimizer, learn, cfg, number, simulator, reference, clock)
         state["round"] = number + 1
         if cfg.probe_every and state["round"] % cfg.probe_every == 0:
-            look = evaluate(policy, probed, cfg, f"probe {state['round']}", samples=1)
+            look = evaluate(policy, probed, cfg, f"probe {state['round']}", 1, greedy=False)
             state["probe"] = {key: look[key] for key in ("world_success", "imagined_success", "reality_gap")}
             clock.lap("eval")
         state["world_calls"] += metrics["world_calls"]
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
         run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
-        require(state["skipped"] < 10, f"no finite loss in 10 steps: stopped; {run.path} was good before; lower --lr")
+        require(state["skipped"] < 10, "no finite loss in 10 steps: stopped, last checkpoint kept; lower --lr")
         if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
             run.checkpoint(policy, optimizer, state, clock)
     trained = evaluate(policy, held_out, cfg, "trained", cfg.eval_samples)
@@ -1069,18 +1078,18 @@ def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simu
 def by_domain(episodes):
     return {name: [e for e in episodes if e.task.domain == name] for name in sorted({e.task.domain for e in episodes})}
 
-def evaluate(policy, tasks, cfg, label, samples):
+def evaluate(policy, tasks, cfg, label, samples, greedy=True):
     """Success on tasks in the World (sampled, greedy) and as imagined, fidelity, reality gap; the same by domain."""
     with_world = [task for task in tasks if task.world]
     world = run_tasks(policy, with_world, cfg, "world", cfg.temperature, f"{label}: world", samples)
-    greedy = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy")
+    best = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy") if greedy else []
     imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", samples)
     def measures(*parts):
         real, greedy, dreamt = (mean(e.success for e in part) for part in parts)
         return {"world_success": real, "world_success_greedy": greedy, "imagined_success": dreamt,
                 "fidelity": ratio(fidelity(parts[2])), "reality_gap": None if None in (real, dreamt) else dreamt - real}
-    parts = [by_domain(episodes) for episodes in (world, greedy, imagined)]
-    return {**measures(world, greedy, imagined),
+    parts = [by_domain(episodes) for episodes in (world, best, imagined)]
+    return {**measures(world, best, imagined),
             "fidelity_by_tool": {tool: hits / n for tool, (hits, n) in sorted(fidelity(imagined).items())},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
@@ -1136,7 +1145,7 @@ class RunFolder:
             print(f"going on with {self.path} at round {state['round']}")
         for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
             lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []     # whole lines only
-            kept = [line for line in lines if json.loads(line)["round"] < state["round"]]
+            kept = [line for line in lines if (read_json(line) or {}).get("round", state["round"]) < state["round"]]
             path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         return state
 
