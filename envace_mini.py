@@ -197,10 +197,10 @@ def misfit(value, schema, name, part="argument"):
 
 def check_call(tools, call):
     """Why a call does not fit the tool schemas, in words, or None."""
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if call["name"] not in functions:
+    schema = {t["function"]["name"]: t["function"].get("parameters", {}) for t in tools}.get(call["name"])
+    if schema is None:
         return "unknown tool"
-    return misfit(call["arguments"], {"additionalProperties": False, **functions[call["name"]].get("parameters", {})}, "")
+    return misfit(call["arguments"], {"additionalProperties": False, **schema}, "arguments")
 
 def is_call(value):
     return misfit(value, CALL, "") is None
