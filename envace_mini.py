@@ -30,7 +30,8 @@ Departures: here                                          in the paper, or in th
   a call that does not fit the schemas is refused by code the rehearsal decides
   learning rate 4e-4, falling to a tenth                  1e-6
 """
-import argparse, array, collections, copy, hashlib, itertools, json, math, os, random, re, shutil, sys, time
+import argparse, array, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
+import shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 import tokenizers, torch, transformers
@@ -58,7 +59,18 @@ class Config:
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes the GPU where there is one")
     threads: int = option(2, "CPU threads of torch; more than there are free cores makes it several times slower")
     tasks: str = option("toy", "toy (the suite in toy_tasks/), or a task file or a folder of task files of your own")
-    model: str = option("tiny", "tiny (built and warm-started here), or a model folder that save_pretrained wrote")
+    preset: str = option("cpu", "defaults for the flags not given: cpu (the tiny model), gpu (Qwen3-0.6B on one card)",
+                         ("cpu", "gpu"))
+    model: str = option("tiny", "tiny (built and warm-started here); a chat model: folder (a GGUF file alone will do), "
+                        "or Hugging Face id; random:SHAPE (Qwen3-0.6B, Qwen3-1.7B, SmolLM2-135M), untrained")
+    warm_start: bool = option(False, "give another --model than tiny the warm start too")
+    dtype: str = option("auto", "of matrix products; weights and log-probabilities stay float32 (autocast), but for "
+                        "the frozen weights under --lora; auto: bfloat16 on a GPU", ("auto", "float32", "bfloat16"))
+    attention: str = option("sdpa", "attention kernel of transformers: sdpa, eager, flash_attention_2")
+    gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
+    lora: int = option(0, "rank of LoRA adapters on all linear layers (package peft); 0 trains all weights")
+    thinking: str = option("off", "let act turns think first, where the chat template has that switch",
+                           ("off", "on"))
     # the tiny model and its warm start
     hidden: int = option(128, "width of the tiny model, a multiple of 2 x heads")
     layers: int = option(3, "layers of the tiny model")
@@ -72,6 +84,8 @@ class Config:
     # the rollout
     responder: str = option("rehearsal", "who answers calls: itself, a frozen model, the real world",
                             ("rehearsal", "simulator", "world"))
+    rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
+                            "each response, which may show what the actor must not see", ("inline", "prompted"))
     simulator: str = option("base", "with --responder simulator: base (the policy before training) or a model folder")
     temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
     max_turns: int = option(12, "act turns in an episode")
@@ -101,9 +115,13 @@ class Config:
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
 
+PRESETS = {"cpu": {}, "gpu": dict(                      # one card of 24 GB or more; lr and clip as in the reference run
+    model="Qwen/Qwen3-0.6B", dtype="bfloat16", gradient_checkpointing=True, rehearsal="prompted", rounds=200, group=8,
+    lr=1e-6, token_budget=16384, max_turns=12, max_act_tokens=256, max_response_tokens=128, max_tokens=4096)}
+
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
-    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "blunder", "stale", "fresh"}
+    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "blunder", "stale", "fresh", "lora"}
     for f in fields(cfg):
         value, bound = getattr(cfg, f.name), "of at least" if f.name in may_be_zero else "above"
         fits = f.type not in (int, float) or (math.isfinite(value) and value >= 0 and (value or f.name in may_be_zero))
@@ -114,6 +132,11 @@ def check_config(cfg, command):
     require(command != "train" or cfg.group > 1, "--group must be at least 2: episodes are compared within their group")
     require(cfg.device in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", cfg.device) and torch.cuda.is_available(),
             f"--device {cfg.device}: not auto, cpu, cuda or cuda:N, or a GPU that this torch does not see")
+    require(cfg.dtype != "bfloat16" or pick_device(cfg).type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            "--dtype bfloat16: this CPU lacks it; use float32")
+    require(cfg.thinking == "off" or cfg.rehearsal == "prompted" or cfg.responder == "world",
+            "--thinking on needs --rehearsal prompted: in one row, the rehearse role would read the actor's thoughts")
+    require(not cfg.lora or importlib.util.find_spec("peft"), "--lora needs the package peft: pip install peft")
 
 def pick_device(cfg):
     torch.set_num_threads(cfg.threads)
@@ -121,25 +144,8 @@ def pick_device(cfg):
 
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
-TEXT, LIST, MAP, NUMBER = ({"type": name} for name in ("string", "array", "object", "number"))
-
-def list_of(items):
-    return {"type": "array", "items": items}
-
-def object_of(required, more=True, /, **properties):
-    return {"type": "object", "required": required, "properties": properties, "additionalProperties": more}
-
-# What a task file holds, as JSON Schemas: tools, calls, the value of each kind of check (see `grade`), a task
-ARGUMENT = object_of([], type={"enum": list(JSON_TYPES)}, enum=LIST, minimum=NUMBER)
-PARAMETERS = object_of([], properties={**MAP, "additionalProperties": ARGUMENT}, required=list_of(TEXT))
-TOOL = object_of(["function"], function=object_of(["name"], name=TEXT, description=TEXT, parameters=PARAMETERS))
-CALL = object_of(["name", "arguments"], name=TEXT, arguments=MAP)
-CHECKS = {"calls": ("calls", list_of(CALL)), "max_calls": ("calls", {"type": "integer"}), "answer": ("equals", TEXT),
-          "state": ("equals", MAP)}
-TASK = object_of(["id", "system", "tools", "user", "checks"], False, id=TEXT, system=TEXT, tools=list_of(TOOL),
-                 user=list_of(TEXT), checks=list_of(MAP), domain=TEXT, split={"enum": ["train", "eval"]}, world=TEXT,
-                 reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP}, start=MAP, goal=list_of(LIST),
-                 stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
+CALL = {"type": "object", "required": ["name", "arguments"],
+        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}}}
 LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
 
 @dataclass(eq=False)
@@ -155,6 +161,7 @@ class Task:
     reference: list = field(default_factory=list)      # calls that solve it: [{"name", "arguments"}]
     world: str = ""                                    # a key of WORLDS, or nothing: graded by calls and answers alone
     facts: dict = field(default_factory=dict)          # {category: {key: value}}: what is true in the world
+    secret: str = ""                                   # what only the rehearse role may read (prompted rehearsal)
     stale: dict = field(default_factory=dict)          # same shape, wrong values: what demonstrations may believe
     shuffle: list = field(default_factory=list)        # categories whose values demonstrations may permute
     start: dict = field(default_factory=dict)          # the world's state when the episode begins
@@ -311,57 +318,17 @@ class House(World):
 WORLDS = {"shop": Shop, "bank": Bank, "house": House}
 
 def load_tasks(where):
-    """The tasks of the toy suite, of a JSON file or a folder of them. Raises UserError naming file, task and field."""
-    path = Path(__file__).parent / "toy_tasks" if where == "toy" else Path(where)
-    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
-    require(path.exists() and files, f"--tasks {where}: no such file, or a folder without .json files")
-    tasks = {}
-    for file in files:
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{file}: cannot be read as JSON ({error})")
-        require(isinstance(data, dict) and isinstance(data.get("tasks"), list) and data["tasks"],
-                f"{file}: field 'tasks' must be a list with at least one task")
-        for number, entry in enumerate(data.pop("tasks")):
-            require(isinstance(entry, dict), f"{file}: task number {number} must be an object")
-            where = f"{file}: task {entry.get('id', f'number {number}')!r}"
-            task = make_task(where, {"domain": file.stem, **data, **entry})
-            require(task.id not in tasks, f"{where}: field 'id' occurs twice")
-            tasks[task.id] = task
-    return list(tasks.values())
+    """The tasks of the toy suite, or of a JSON file or folder of the user's, every field of which is checked."""
+    if where != "toy":
+        sys.modules.setdefault("envace_mini", sys.modules[__name__])        # also when this file is run as a program
+        from toy_tasks import benchmarks
+        return benchmarks.load_files(where)
+    files = sorted((Path(__file__).parent / "toy_tasks").glob("*.json"))
+    return [task for file in files for task in tasks_of(file.stem, json.loads(file.read_text(encoding="utf-8")))]
 
-def make_task(where, entry):
-    """A Task from its JSON fields, every one of them checked; `where` opens each message."""
-    for name in dict.fromkeys([*TASK["required"], *entry]):
-        require(name in entry, f"{where}: field '{name}' is missing")
-        reason = misfit({name: entry[name]}, {**TASK, "required": []}, "it", "entry")
-        require(not reason, f"{where}: field '{name}': {reason}")
-    task, tools = Task(**entry), {tool["function"]["name"]: tool["function"] for tool in entry["tools"]}
-    schemas = [function.get("parameters", {}) for function in tools.values()]
-    world, facts, called = WORLDS.get(task.world, World), {*task.facts}, {call["name"] for call in task.reference}
-    for fits, name, message in [
-            (task.user, "user", "must not be empty"), (task.checks, "checks", "must not be empty"),
-            (len(tools) == len(task.tools) and "" not in tools, "tools", "must have names, each its own"),
-            (all({*s.get("required", [])} <= {*s.get("properties", {})} for s in schemas), "tools", "wrong 'required'"),
-            (task.world in ("", *WORLDS), "world", f"must be one of {', '.join(WORLDS)}"),
-            (not task.world or {*tools} <= {*world.tools}, "tools", f"this world has {world.tools}"),
-            (facts >= {*world.categories}, "facts", f"must map {world.categories}"),
-            (facts >= {*task.stale}, "stale", "must name categories of 'facts'"),
-            (facts >= {*task.shuffle}, "shuffle", "must name categories of 'facts'"),
-            (len(task.goal) in (0, len(task.user)) and all(task.goal), "goal", "must have a list for each user turn"),
-            (called <= {*tools}, "reference", "calls an unknown tool")]:
-        require(fits, f"{where}: field '{name}': {message}")
-    for number, check in enumerate(task.checks):
-        key, value = CHECKS.get(str(check.get("kind")), ("kind", {"enum": [*CHECKS]}))
-        turn = {"type": "integer", "enum": [*range(len(task.user))]}
-        reason = misfit(check, object_of(["kind", key], **{key: value, "turn": turn, "weight": NUMBER}), "it", "entry")
-        called = {call["name"] for call in check["calls"]} if check.get("kind") == "calls" and not reason else set()
-        for wrong, message in [(reason, reason), (called - {*tools}, f"unknown tool in {sorted(called)}"),
-                               (check.get("kind") == "state" and not task.world, "no world has this state"),
-                               (not reason and not 0 < check.get("weight", 1) < math.inf, "'weight' must be above 0")]:
-            require(not wrong, f"{where}: field 'checks', entry {number}: {message}")
-    return task
+def tasks_of(domain, data):
+    """The tasks of a task file's content: the fields beside `tasks` are defaults for each of them."""
+    return [Task(**{"domain": domain, **data, **entry}) for entry in data.pop("tasks")]
 
 def grade(task, calls, answers):
     """(reward in [0, 1], a verdict for each check). Checks read the actor's calls and answers, and the state that a new
@@ -402,6 +369,11 @@ tojson(separators=(',', ':')) }}</tool_call>{%- endfor -%}
 <|im_end|>{{ '\\n' }}{% endfor -%}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
 FALLBACK_TOOLS = """\n\nYou can call these functions (JSON Schema, one a line):\n{tools}
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
+SIMULATOR = """You are the environment behind these functions (JSON Schema): {tools}
+Reply to the pending call with what its function returns, one JSON object and nothing else, in keeping with all earlier
+responses. Refuse with {{"error":"bad format"}}, {{"error":"unknown tool"}}, or {{"error":"wrong value of NAME"}} for an
+argument that does not fit. Calls that solve the task: {reference}
+{secret}"""
 
 @dataclass
 class Turn:
@@ -430,8 +402,13 @@ class Row:
 def call_text(call):
     return f"<tool_call>{compact({'name': call['name'], 'arguments': call['arguments']})}</tool_call>"
 
+def spoken(text):
+    """What follows the <think>...</think> that may open a turn: thoughts are trained, but nobody else reads them."""
+    return text.partition("</think>")[2] if text.lstrip().startswith("<think>") else text
+
 def parse_act(text):
     """What an act turn says: a list of calls, or an answer (str), or None where a call is malformed. Takes any text."""
+    text = spoken(text)
     if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
         return None                                     # never closed: the expression would search for long
     calls, rest = [read_json(body) for body in TOOL_CALL.findall(text)], TOOL_CALL.sub("", text)
@@ -441,8 +418,8 @@ def parse_act(text):
 class ChatFormat:
     """Turns messages into tokens by the model's own chat template; supplies what that template, probed once, does not
     know. What stands between turns is found by rendering, so that rows grow token by token, never rendered again."""
-    def __init__(self, tokenizer, stop_ids):
-        self.tokenizer, self.stop_ids = tokenizer, set(stop_ids)
+    def __init__(self, tokenizer, stop_ids, thinking="off"):
+        self.tokenizer, self.stop_ids, self.thinking = tokenizer, set(stop_ids), thinking == "on"
         controls = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
         self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
         self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # whoever samples one of these forges a turn
@@ -450,6 +427,7 @@ class ChatFormat:
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
         self.to_user, _, self.user_to_act = self.separators("user")
+        self.thought = "<think>" if tokenizer.decode(self.to_act).rstrip().endswith("<think>") else ""  # opened for us
 
     def probe(self):
         """What the template drops or refuses, of: system text, tools, calls in our form, tool responses."""
@@ -483,7 +461,8 @@ class ChatFormat:
         for m in messages:
             if m["role"] == "tool" and "tool" in self.missing:
                 m.update(role="user", content=f"<tool_response>\n{m['content']}\n</tool_response>")
-        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True,
+                                                  enable_thinking=self.thinking)
 
     def separators(self, role):
         """Ids between an assistant's text and a turn of `role`, between two of these, and between that and an act."""
@@ -507,7 +486,7 @@ class ChatFormat:
     def decode(self, ids):
         """The text of a sampled turn, without its end-of-turn token."""
         ids = ids[:-1] if ids[-1] in self.stop_ids else ids
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.thought + self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
@@ -517,6 +496,16 @@ class ChatFormat:
             tools = json.loads(self.escape(json.dumps(task.tools, ensure_ascii=False)))
             self.opened[task] = self.encode(self.render(messages, tools))
         return list(self.opened[task])
+
+    def open_aside(self, e):
+        """Open a row for a prompted rehearsal: instruction, schemas, reference, secret; all that was said; the call."""
+        tools, reference = compact([tool["function"] for tool in e.task.tools]), compact(e.task.reference)
+        system = SIMULATOR.format(tools=tools, reference=reference, secret=e.task.secret)
+        said = "\n".join([f"user: {e.task.user[0]}", *e.history, f"pending call: {compact(e.pending[0])}"])
+        e.aside = Row()
+        e.asides.append(e.aside)
+        e.aside.extend(self.encode(self.render([{"role": "system", "content": self.escape(system)},
+                                                {"role": "user", "content": self.escape(said)}])))
 
     def join(self, row, separator):
         """Append a separator. It begins with the end of the turn before it, which a sampled turn has already."""
@@ -530,38 +519,81 @@ class ChatFormat:
         self.join(row, self.user_to_act)
 
 # ---- 4. Policy: load, sample, log-probabilities ---------------------------------------------------------------------
+SHAPES = {"tiny": (),   # width, that between, layers, heads, key-value heads, a head's width, vocabulary (config.json files)
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152)}
+
 class Policy:
     """A causal language model and its chat format: actor and world model in one set of weights."""
-    def __init__(self, model, tokenizer, device):
+    def __init__(self, model, tokenizer, device, thinking="off", bfloat16=False):
         ends = model.generation_config.eos_token_id
         ends = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-        self.model, self.tokenizer, self.device = model.to(device).eval(), tokenizer, device
-        self.chat = ChatFormat(tokenizer, [i for i in ends if i is not None])
+        self.model, self.tokenizer, self.device, self.bfloat16 = model.to(device).eval(), tokenizer, device, bfloat16
+        self.positions = getattr(model.config, "max_position_embeddings", None) or 10 ** 9
+        self.adapters = contextlib.nullcontext          # of a frozen copy under LoRA: switches the adapters off
+        self.chat = ChatFormat(tokenizer, [i for i in ends if i is not None], thinking)
         if self.chat.missing:
             print(f"the chat template does not know {sorted(self.chat.missing)}: our own wording serves there")
+        for module in model.modules():                  # dropout would make the trainer disagree with the sampler
+            if isinstance(module, torch.nn.Dropout) or hasattr(module, "attention_dropout"):
+                module.p = module.attention_dropout = 0.0
+
+    def logits(self, **inputs):
+        with self.adapters(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+            return self.model(**inputs).logits
 
     def save(self, folder):
-        """Write model and tokenizer as save_pretrained does; beside the folder first, so nothing is half-written."""
-        part = Path(f"{folder}.part")
+        """Write model (adapters merged) and tokenizer as save_pretrained does; first beside the folder, then there."""
+        part, model = Path(f"{folder}.part"), self.model
         shutil.rmtree(part, ignore_errors=True)
-        self.model.save_pretrained(part)
+        if hasattr(model, "merge_and_unload"):
+            model = copy.deepcopy(model).merge_and_unload()
+        model.save_pretrained(part)
         self.tokenizer.save_pretrained(part)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
 
     def frozen_copy(self):
-        return Policy(copy.deepcopy(self.model).requires_grad_(False), self.tokenizer, self.device)
+        """The policy as it is before training. Under LoRA: the same weights, without their adapters."""
+        frozen = copy.copy(self)
+        if hasattr(self.model, "disable_adapter"):
+            frozen.adapters = self.model.disable_adapter
+        else:
+            frozen.model = copy.deepcopy(self.model).requires_grad_(False)
+        return frozen
 
-def load_policy(folder, device):
-    """A policy from a folder that save_pretrained wrote. Raises UserError if it is none."""
-    require(Path(folder, "config.json").is_file(), f"{folder}: no model folder; train first, or name one with --model")
+def load_policy(name, device, cfg=Config()):
+    """A policy by name: a folder that save_pretrained wrote, a folder with one GGUF file, a Hugging Face id, or
+    random:SHAPE. Raises UserError if it is none of these, or cannot serve."""
+    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and device.type == "cuda"
+    ggufs, folder = sorted(Path(name).glob("*.gguf")), Path(name).is_dir()
+    source = {"gguf_file": ggufs[0].name} if ggufs and not Path(name, "config.json").exists() else {}
+    for package in ("gguf", "accelerate") if source else ():
+        require(importlib.util.find_spec(package), f"{name}: GGUF files need the package {package}: pip install {package}")
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        require(tokenizer.chat_template, "its tokenizer has no chat template")
-        return Policy(model, tokenizer, device)
+        if name.startswith("random:"):
+            require(name[7:] in SHAPES, f"the shapes are {', '.join(SHAPES)}")
+            tokenizer = build_tokenizer([(task, []) for task in load_tasks("toy")])
+            model = random_model(tokenizer, name[7:], cfg)
+        else:
+            dtype = torch.bfloat16 if half and cfg.lora else torch.float32
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **source,
+                                                                      attn_implementation=cfg.attention)
+        if not tokenizer.chat_template:
+            print(f"{name}: no chat template; our own serves")
+            tokenizer.chat_template = TINY_TEMPLATE
+        if cfg.gradient_checkpointing:                  # used in train mode only: see `update`
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if cfg.lora:
+            import peft
+            model = peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora, lora_alpha=2 * cfg.lora,
+                                                               target_modules="all-linear", task_type="CAUSAL_LM"))
+        return Policy(model, tokenizer, device, cfg.thinking, half)
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
-        raise UserError(f"{folder}: cannot be loaded ({(str(error) or repr(error)).strip().splitlines()[0]})")
+        reason = (str(error) or repr(error)).strip().splitlines()[0]
+        raise UserError(f"{name}: cannot be loaded ({reason})" + ("" if folder else "; it is no folder here: train first, "
+                        f"or name one with --model, or fetch a model with network first: hf download {name}"))
 
 def padded(lists, device):
     """Lists of numbers as one tensor (B, T), zeros at the ends: a causal model cannot look there, so needs no mask."""
@@ -571,7 +603,7 @@ def padded(lists, device):
 def row_logprobs(policy, rows, temperature):
     """Log-probability of every token but the first, given those before it: (B, T-1), float32 or wider."""
     ids = padded([row.ids for row in rows], policy.device)                                                    # (B, T)
-    logits = policy.model(input_ids=ids, use_cache=False).logits[:, :-1]                                   # (B, T-1, V)
+    logits = policy.logits(input_ids=ids, use_cache=False)[:, :-1]                                         # (B, T-1, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     return logits.gather(-1, ids[:, 1:, None]).squeeze(-1) - logits.logsumexp(-1)                             # (B, T-1)
 
@@ -606,13 +638,13 @@ class Stream:
         mask = torch.tensor([[0] * (width - len(g)) + [1] * len(g) for g in gained], device=device)           # (B, W)
         self.mask = torch.cat([self.mask, mask], dim=1)                                                       # (B, L)
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]                                        # (B, W)
-        return self.policy.model(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
-                                 use_cache=True, logits_to_keep=1).logits[:, -1].float()                      # (B, V)
+        return self.policy.logits(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
+                                  use_cache=True, logits_to_keep=1)[:, -1].float()                            # (B, V)
 
     def step(self, episodes, temperature, generator):
         """Feed the rows of these episodes. Each with nothing left to feed gains a sampled token (the likeliest one if
         temperature is 0), tagged with its episode's role. Returns the episodes that gained one."""
-        speakers = {id(e.row): e for e in episodes}
+        speakers = {id(e.open_row): e for e in episodes}
         backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
         width = max(backlog) if max(backlog) > 16 else 1            # a long response is fed in one pass
         gained = [row.ids[n:n + min(width, b)] for row, n, b in zip(self.rows, self.fed, backlog)]
@@ -638,6 +670,9 @@ class Episode:
     responses: list = field(default_factory=list)      # texts, one for each call that was answered
     rehearsed: list = field(default_factory=list)      # whether a model imagined that response
     answers: list = field(default_factory=list)        # one for each user turn that was brought to its end
+    history: list = field(default_factory=list)        # what was said so far, a line each: all but thoughts
+    asides: list = field(default_factory=list)         # rows of prompted rehearsals, one for each response
+    aside: Row = None                                  # the one of them that is being written
     pending: list = field(default_factory=list)        # calls that wait for a response
     over: str = ""                                     # why it ended: done, malformed, truncated
     reward: float = 0.0
@@ -649,6 +684,14 @@ class Episode:
         return REHEARSE if self.pending else ACT
 
     @property
+    def rows(self):
+        return [self.row, *self.asides]
+
+    @property
+    def open_row(self):
+        return self.aside or self.row
+
+    @property
     def success(self):
         return self.over == "done" and all(self.verdicts)
 
@@ -656,11 +699,15 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch.
     With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
+    cfg = replace(cfg, max_tokens=min(cfg.max_tokens, policy.positions))
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
-    speaks, live = [(policy, [ACT]), (simulator, [REHEARSE])] if simulator else [(policy, [ACT, REHEARSE])], episodes
-    streams = [(Stream(model, [e.row for e in episodes]), roles) for model, roles in speaks]
+        e.over = "truncated" if len(e.row.ids) >= cfg.max_tokens else ""
+    live, prompted = [e for e in episodes if not e.over], cfg.rehearsal == "prompted"
+    speaks = [(policy, [ACT] if simulator or prompted else [ACT, REHEARSE])]
+    speaks += [(simulator, [REHEARSE])] if simulator and not prompted else []
+    streams = [(Stream(model, [e.row for e in live]), roles) for model, roles in speaks if live]
     while live:
         for stream, roles in streams:
             stream.keep([e.row for e in live])
@@ -668,15 +715,31 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
             for e in stream.step(speakers, temperature, generator) if speakers else []:
                 end_turn(policy.chat, e, cfg)
         live = [e for e in live if not e.over]
+        if prompted and live and all(e.pending for e in live):
+            rehearse_aside(policy.chat, simulator or policy, live, cfg, temperature, generator)
+            live = [e for e in live if not e.over]
     for e in episodes:
         e.reward, e.verdicts = grade(e.task, e.calls, e.answers)
         e.reward = 0.0 if e.over == "malformed" else e.reward
     return episodes
 
+def rehearse_aside(chat, speaker, episodes, cfg, temperature, generator):
+    """Prompted rehearsal: the response to the first pending call of each episode, each in a row of its own."""
+    for e in episodes:
+        chat.open_aside(e)
+        e.over = "truncated" if len(e.aside.ids) + cfg.max_response_tokens > speaker.positions else ""
+    waiting = [e for e in episodes if not e.over]
+    stream = Stream(speaker, [e.aside for e in waiting]) if waiting else None
+    while waiting:
+        stream.keep([e.aside for e in waiting])
+        for e in stream.step(waiting, temperature, generator):
+            end_turn(chat, e, cfg)
+        waiting = [e for e in waiting if e.aside and not e.over]
+
 def end_turn(chat, e, cfg):
     """If the token just sampled completes a turn: read the turn, and open the next one or end the episode."""
-    turn = e.row.turns[-1]
-    ids = e.row.ids[turn.start:turn.end]
+    turn = e.open_row.turns[-1]
+    ids = e.open_row.ids[turn.start:turn.end]
     if ids[-1] not in chat.stop_ids:
         limit = cfg.max_act_tokens if turn.role == ACT else cfg.max_response_tokens
         e.over = "truncated" if len(ids) >= limit or len(e.row.ids) >= cfg.max_tokens else ""
@@ -684,7 +747,7 @@ def end_turn(chat, e, cfg):
         e.over = "malformed"
     else:
         act(chat, e, chat.decode(ids)) if turn.role == ACT else hear(chat, e, chat.decode(ids), rehearsed=True)
-        answer_known(chat, e)
+        answer_known(chat, e, cfg.rehearsal)
         acts = sum(t.role == ACT for t in e.row.turns)
         if not e.over and (len(e.row.ids) >= cfg.max_tokens or (acts >= cfg.max_turns and not e.pending)):
             e.over = "truncated"
@@ -699,23 +762,28 @@ def act(chat, e, text):
         chat.join(e.row, chat.to_tool)
     else:
         e.answers.append(said)
+        e.history.append(f"assistant: {said}")
         e.over = "done" if len(e.answers) == len(e.task.user) else ""
         if not e.over:
+            e.history.append(f"user: {e.task.user[len(e.answers)]}")
             chat.add_user(e.row, e.task.user[len(e.answers)])
 
 def hear(chat, e, text, rehearsed):
-    """Take a response whose tokens stand in the row, and open the next turn."""
-    e.pending.pop(0)
-    e.responses.append(text.strip().removesuffix("</tool_response>").strip())
+    """Take a response, whose tokens stand in the row if it was rehearsed inline, and open the next turn."""
+    call, response = e.pending.pop(0), spoken(text).strip().removesuffix("</tool_response>").strip()
+    if e.aside or not rehearsed:
+        e.row.extend(chat.encode(chat.escape(response)))
+    e.aside = None
+    e.responses.append(response)
     e.rehearsed.append(rehearsed)
+    e.history += [f"call: {compact(call)}", f"response: {response}"]
     chat.join(e.row, chat.tool_to_tool if e.pending else chat.to_act)
 
-def answer_known(chat, e):
-    """Answer pending calls that need no imagination: those that do not fit the schemas, and all in the real world."""
-    while e.pending and ((error := check_call(e.task.tools, e.pending[0])) or e.world):
-        text = compact({"error": error} if error else e.world.call(e.pending[0]))
-        e.row.extend(chat.encode(chat.escape(text)))
-        hear(chat, e, text, rehearsed=False)
+def answer_known(chat, e, rehearsal):
+    """Answer pending calls that need no imagination: all in the real world, else those that do not fit the schemas (a
+    prompted rehearsal is told how to refuse them itself)."""
+    while e.pending and ((error := check_call(e.task.tools, e.pending[0])) and rehearsal == "inline" or e.world):
+        hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
 
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 def role_advantages(episodes, baseline, scale=False):
@@ -726,7 +794,7 @@ def role_advantages(episodes, baseline, scale=False):
     advantages = {}
     for group, role in itertools.product({e.group for e in episodes}, ROLE_NAMES):
         members = [i for i, e in enumerate(episodes) if e.group == group and e.scored]
-        turns = {i: sum(t.role == role for t in episodes[i].row.turns) for i in members}
+        turns = {i: sum(t.role == role for row in episodes[i].rows for t in row.turns) for i in members}
         times = {i: {"turn": n, "trajectory": min(n, 1), "pooled": 1}[baseline] for i, n in turns.items()}
         rewards = [episodes[i].reward for i in members for _ in range(times[i])]    # each as often as it counts
         b, signal = mean(rewards), len(set(rewards)) > 1                    # else exactly 0, whatever the rounding
@@ -754,9 +822,10 @@ def training_samples(episodes, cfg):
     advantages = role_advantages(episodes, cfg.baseline, cfg.scale_advantages)
     roles = {role for role, name in ROLE_NAMES.items() if name in cfg.train_roles.split(",")}
     roles -= {REHEARSE} if cfg.responder == "simulator" else set()          # those tokens are another model's
-    weights = token_weights([e.row for e in episodes], cfg.aggregation, roles)
-    samples = [Sample(e.row, weights[i], [advantages.get((i, tag), 0.0) for tag in e.row.tags])
-               for i, e in enumerate(episodes)]
+    rows = [(i, row) for i, e in enumerate(episodes) for row in e.rows]
+    weights = token_weights([row for _, row in rows], cfg.aggregation, roles)
+    samples = [Sample(row, row_weights, [advantages.get((i, tag), 0.0) for tag in row.tags])
+               for (i, row), row_weights in zip(rows, weights)]
     return [s for s in samples if cfg.kl or any(weight * value for weight, value in zip(s.weights, s.advantages))]
 
 def micro_batches(samples, token_budget):
@@ -789,11 +858,13 @@ def surrogate_loss(policy, batch, cfg, reference=None):
 def update(policy, optimizer, samples, cfg, reference=None):
     """One optimiser step: (gradient norm, largest |ratio - 1|, share of tokens clipped), or None if not finite."""
     optimizer.zero_grad(set_to_none=True)
+    policy.model.train(cfg.gradient_checkpointing)      # transformers recomputes activations in train mode only
     total, error, cut = 0.0, 0.0, 0
     for batch in micro_batches(samples, cfg.token_budget):
         loss, ratio, clipped = surrogate_loss(policy, batch, cfg, reference)
         loss.backward()
         total, error, cut = total + loss.item(), max(error, (ratio - 1).abs().max().item()), cut + clipped.sum().item()
+    policy.model.eval()
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(total) or not math.isfinite(norm):
         return None
@@ -855,16 +926,18 @@ def demonstrations(tasks, cfg):
             raise UserError(f"task {task.id!r}: its 'goal', 'tools' or 'facts' are not what its world's oracle knows")
         corpus += [(task, script)] if script else []
 
-def script_row(chat, task, script):
-    """The row that a rollout would have made of a script, with the same tags."""
+def script_rows(chat, task, script, rehearsal):
+    """The rows that a rollout would have made of a script, with the same tags."""
     e = Episode(task, 0)
     e.row.extend(chat.opening(task))
     for tag, text in script:
+        if tag == REHEARSE and rehearsal == "prompted":
+            chat.open_aside(e)
         if tag != CONTEXT:                              # later user turns are opened by the answers before them
             safe = text if tag == ACT else chat.escape(text)
-            e.row.extend(chat.encode(safe) + [chat.tokenizer.eos_token_id], tag)
+            e.open_row.extend(chat.encode(safe) + [chat.tokenizer.eos_token_id], tag)
             act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
-    return e.row
+    return e.rows
 
 def build_tokenizer(corpus):
     """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, but
@@ -884,14 +957,16 @@ def build_tokenizer(corpus):
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
                                                 additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
 
-def build_tiny(tokenizer, cfg):
-    """A randomly initialised Qwen3 of less than a million parameters."""
+def random_model(tokenizer, shape, cfg):
+    """A randomly initialised Qwen3: tiny, of less than a million parameters, or of a shape in SHAPES."""
+    tiny = cfg.hidden, 3 * cfg.hidden, cfg.layers, cfg.heads, cfg.heads, cfg.hidden // cfg.heads, len(tokenizer)
+    width, between, layers, heads, kv_heads, head, vocabulary = tiny if shape == "tiny" else SHAPES[shape]
     torch.manual_seed(cfg.seed)
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=cfg.hidden, intermediate_size=3 * cfg.hidden, tie_word_embeddings=True,
-        num_hidden_layers=cfg.layers, num_attention_heads=cfg.heads, num_key_value_heads=cfg.heads,
-        head_dim=cfg.hidden // cfg.heads, max_position_embeddings=4096, initializer_range=0.06,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=between, tie_word_embeddings=True,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
+        max_position_embeddings=4096, initializer_range=0.06 if shape == "tiny" else 0.02, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation=cfg.attention))
 
 def warm_start(tasks, cfg, device):
     """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
@@ -899,22 +974,27 @@ def warm_start(tasks, cfg, device):
     The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
     require(all(task.world and task.goal for task in tasks), "--model tiny knows the toy tasks only: name a --model")
     corpus = demonstrations(tasks, cfg)
-    tokenizer = build_tokenizer(corpus)
-    policy = Policy(build_tiny(tokenizer, cfg), tokenizer, device)
-    rows = [script_row(policy.chat, task, script) for task, script in corpus]
+    if cfg.model == "tiny":
+        tokenizer = build_tokenizer(corpus)
+        policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
+    else:
+        policy = load_policy(cfg.model, device, cfg)
+    rows = [row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal)]
+    rows = rows[:cfg.warm_steps * cfg.warm_batch]
     settings = [cfg.seed, cfg.hidden, cfg.layers, cfg.heads, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.threads,
-                str(device), torch.__version__, tokenizer.backend_tokenizer.to_str()]
+                cfg.model, cfg.lora, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
     contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
     folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
     if not folder.is_dir():
         fit_demonstrations(policy, rows, cfg)
         policy.save(folder)
-    return load_policy(folder, device)
+    return load_policy(str(folder), device, cfg)
 
 def fit_demonstrations(policy, rows, cfg):
     """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
-    matrices = [p for name, p in policy.model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in policy.model.named_parameters() if p.ndim != 2 or "embed" in name]
+    learn = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in learn if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in learn if p.ndim != 2 or "embed" in name]
     peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr,
              torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2}
     size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
@@ -941,7 +1021,7 @@ def train(cfg):
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
-    policy = None if cfg.model == "tiny" else load_policy(cfg.model, device)
+    policy = None if cfg.model == "tiny" or cfg.warm_start else load_policy(cfg.model, device, cfg)
     run = RunFolder(cfg)                                # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
@@ -950,7 +1030,8 @@ def train(cfg):
     policy = policy or warm_start(learn, cfg, device)
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr, weight_decay=0.0)
+    learned = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=cfg.lr, weight_decay=0.0)
     state = run.resume(policy, optimizer, clock)
     if not state["base"]:
         state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
@@ -978,7 +1059,8 @@ def frozen_simulator(policy, cfg):
     """The model that answers calls with --responder simulator, else None. It must read the policy's tokens."""
     if cfg.responder != "simulator":
         return None
-    simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device)
+    base = cfg.simulator == "base"
+    simulator = policy.frozen_copy() if base else load_policy(cfg.simulator, policy.device, replace(cfg, lora=0))
     same = simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
     require(same, f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
@@ -994,7 +1076,7 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
     jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
     episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4
-    clock.lap("rollout", tokens=sum(len(e.row.ids) for e in episodes))
+    clock.lap("rollout", tokens=sum(len(row.ids) for e in episodes for row in e.rows))
     steps = []
     for m in range(cfg.minibatches):
         samples = training_samples([e for e in episodes if e.group % cfg.minibatches == m], cfg)            # step 5
@@ -1015,7 +1097,8 @@ def round_metrics(episodes, steps, number, world_calls):
             "truncated": endings["truncated"], "malformed": endings["malformed"],
             "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
     for role, name in ROLE_NAMES.items():
-        surprise = [-logprob for e in episodes for logprob, tag in zip(e.row.logprobs, e.row.tags) if tag == role]
+        surprise = [-logprob for e in episodes for row in e.rows
+                    for logprob, tag in zip(row.logprobs, row.tags) if tag == role]
         line.update({f"{name}_tokens": len(surprise), f"{name}_entropy": mean(surprise)})
     return line
 
@@ -1025,6 +1108,13 @@ def status_line(m, probe, clock):
         m["reward"], m["fidelity"], probe.get("reality_gap"), m["grad_norm"]))
     return (f"round {m['round']:3d}  reward {reward}  no signal {m['no_signal']:4.0%}  fidelity {truth}  reality gap "
             f"{gap}  grad norm {norm}  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
+
+def peak_memory(device):
+    """The most memory that this process has held, in GiB: on the GPU if it works there, else in main memory."""
+    if device.type == "cuda":
+        return round(torch.cuda.max_memory_allocated(device) / 2 ** 30, 2)
+    import resource                                     # not on Windows, where nothing is reported
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 30 if sys.platform == "darwin" else 2 ** 20), 2)
 
 class Clock:
     """Seconds and tokens by kind of work; kept out of metrics.jsonl, which must not differ between equal runs."""
@@ -1128,7 +1218,8 @@ class RunFolder:
 
     def checkpoint(self, policy, optimizer, state, clock):
         part = self.path / "checkpoint.part"
-        torch.save({"model": policy.model.state_dict(), "optimizer": optimizer.state_dict(), "state": state,
+        weights = {name: p.data for name, p in policy.model.named_parameters() if p.requires_grad}
+        torch.save({"model": weights, "optimizer": optimizer.state_dict(), "state": state,
                     "seconds": dict(clock.seconds), "tokens": dict(clock.tokens)}, part)
         os.replace(part, self.path / "checkpoint.pt")
 
@@ -1137,7 +1228,7 @@ class RunFolder:
         state = {"round": 0, "base": None, "probe": {}, "world_calls": 0, "skipped": 0}
         if (self.path / "checkpoint.pt").exists():
             saved = torch.load(self.path / "checkpoint.pt", map_location=policy.device)
-            policy.model.load_state_dict(saved["model"])
+            policy.model.load_state_dict(saved["model"], strict=False)
             optimizer.load_state_dict(saved["optimizer"])
             state = saved["state"]
             clock.seconds.update(saved["seconds"])
@@ -1157,7 +1248,8 @@ class RunFolder:
         result = {"base": state["base"], "trained": trained, "world_calls_in_rollouts": state["world_calls"],
                   "episodes": state["round"] * self.cfg.tasks_per_round * self.cfg.group, "seed": self.cfg.seed,
                   "seconds": {kind: round(spent, 1) for kind, spent in seconds.items()}, "config": asdict(self.cfg),
-                  "tokens_per_second": {kind: clock.speed(kind) for kind in ("rollout", "update")}}
+                  "tokens_per_second": {kind: clock.speed(kind) for kind in ("rollout", "update")},
+                  "peak_memory_gib": peak_memory(policy.device)}
         write_json(self.path / "result.json", result)
         return result
 
@@ -1166,7 +1258,7 @@ def command_train(cfg):
     result = train(cfg)
     print(result_table(result))
     print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
-          f"{result['seconds']['total']:.0f} s; everything is in {cfg.out}")
+          f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
 
 def result_table(result):
     """The printed table: base, trained and change, over all held-out tasks and by domain."""
@@ -1182,7 +1274,7 @@ def result_table(result):
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
-    policy = load_policy(f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model, pick_device(cfg))
+    policy = load_policy(f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
@@ -1207,8 +1299,9 @@ def command_show(cfg):
     require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
     group = run_tasks(policy, chosen, cfg, cfg.responder, cfg.temperature, "show", cfg.group, simulator)
     e, advantages = group[0], role_advantages([replace(e, group=0) for e in group], cfg.baseline, cfg.scale_advantages)
-    print(paint_row(policy, e.row))
-    counts = [f"{e.row.tags.count(tag)} {name}" for tag, name in {CONTEXT: "context", **ROLE_NAMES}.items()]
+    print("\n--- a rehearsal:\n".join(paint_row(policy, row) for row in e.rows))
+    tags = [tag for row in e.rows for tag in row.tags]
+    counts = [f"{tags.count(tag)} {name}" for tag, name in {CONTEXT: "context", **ROLE_NAMES}.items()]
     print("\ntokens: " + ", ".join(counts))
     truths = compare_responses(e) if e.task.world else [(False, "(this task has none)")] * len(e.responses)
     for call, text, imagined, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
@@ -1221,6 +1314,41 @@ def command_show(cfg):
         values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
         print("  ".join([f"  {other.reward:.2f}", *values]))
 
+def command_bench(cfg):
+    """One JSON line: speed, memory and precision of one rollout and one update of a randomly initialised model."""
+    device, tasks = pick_device(cfg), load_tasks("toy")
+    policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
+    optimizer, spent, count = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), {}, cfg.tasks_per_round * cfg.group
+    for name in ("warm-up", "timed"):                   # the first pass pays for allocations and kernels
+        start = time.time()
+        episodes = rollout(policy, tasks[:count], cfg, "rehearsal", seeded(device, name), 1.0)
+        middle = time.time()
+        for n, e in enumerate(episodes):
+            e.group, e.reward = n // cfg.group, n % 2   # no task is solved: rewards at random give a signal to learn from
+        samples = training_samples(episodes, cfg)
+        _, error, _ = update(policy, optimizer, samples, cfg)
+        spent = {"rollout": middle - start, "update": time.time() - middle}
+    shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
+    per_token = 6 * sum(p.numel() for p in policy.model.parameters())
+    attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    flops = sum(per_token * n + attention * n * n for n in lengths)         # forward and backward, causal attention
+    print(json.dumps({"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model, "parameters": per_token // 6,
+        "rollout_tokens_per_second": round(sum(len(e.row.ids) for e in episodes) / spent["rollout"]),
+        "update_tokens_per_second": round(sum(lengths) / spent["update"]),
+        "model_flops_utilisation": round(flops / spent["update"] / matmul_speed(device, policy.bfloat16), 3),
+        "peak_memory_gib": peak_memory(device), "first_ratio_error": error}))
+
+def matmul_speed(device, bfloat16):
+    """Floating-point operations a second of a large matrix product on this device: what utilisation is a share of."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
+    best = math.inf
+    for _ in range(5):
+        start = time.time()
+        (a @ a)[0, 0].item()                            # .item() waits for the device
+        best = min(best, time.time() - start)
+    return 2 * n ** 3 / best
+
 def paint_row(policy, row):
     """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
     text, colours = "", {CONTEXT: "\033[2m", ACT: "\033[1;32m", REHEARSE: "\033[1;35m"}
@@ -1230,11 +1358,16 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-COMMANDS = {"train": (command_train, {}, "train a policy and evaluate it before and after"),     # {defaults of its own}
-            "eval": (command_eval, {"responder": "world"}, "success of a saved policy on one split"),
-            "show": (command_show, {"group": 4}, "one episode with every token's role, and the world beside it")}
-SAVED_POLICY_FLAGS = """out seed device threads tasks model responder simulator temperature max_turns max_act_tokens
-    max_response_tokens max_tokens tasks_per_round group baseline scale_advantages eval_samples split task""".split()
+MODEL_FLAGS = """preset seed device threads model dtype attention thinking rehearsal max_turns max_act_tokens
+    max_response_tokens max_tokens tasks_per_round group """
+SAVED_FLAGS = MODEL_FLAGS + "out tasks responder simulator temperature baseline scale_advantages eval_samples split task"
+BENCH_FLAGS = MODEL_FLAGS + "hidden layers heads gradient_checkpointing lora lr token_budget"
+TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
+COMMANDS = {  # function, flags, defaults of its own, purpose
+    "train": (command_train, TRAIN_FLAGS, {}, "train a policy and evaluate it before and after"),
+    "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a saved policy on a split"),
+    "show": (command_show, SAVED_FLAGS, {"model": "tiny", "group": 4}, "one episode, every token's role, and the world"),
+    "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory, precision on this machine as a JSON line; random weights")}
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -1244,14 +1377,15 @@ def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
+    presets = Parser(add_help=False, allow_abbrev=False)
+    presets.add_argument("--preset")
+    preset = PRESETS.get(presets.parse_known_args(arguments)[0].preset, {})
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    for command, (_, defaults, help) in COMMANDS.items():
+    for command, (_, flags, defaults, help) in COMMANDS.items():
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
-        for f in fields(Config):
-            if f.name in ("split", "task") if command == "train" else f.name not in SAVED_POLICY_FLAGS:
-                continue
-            default = defaults.get(f.name, f.default)
+        for f in [f for f in fields(Config) if f.name in flags.split()]:
+            default = {**preset, **defaults}.get(f.name, f.default)
             kind = {"type": f.type, "choices": f.metadata["choices"]}
             kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
             about = f"{f.metadata['help']} (default: {'none' if default == '' else default})"
@@ -1270,6 +1404,10 @@ def main(arguments=None):
         return 0
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError:
+        print("error: out of GPU memory: lower --token-budget (updates) or --tasks-per-round (rollouts), or give "
+              "--gradient-checkpointing or --lora 16; the same command goes on from the last checkpoint", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -18,6 +18,7 @@ import torch
 import transformers
 
 import envace_mini as E
+from toy_tasks import benchmarks
 from envace_mini import ACT, CONTEXT, REHEARSE, tool_call
 
 torch.set_num_threads(1)
@@ -48,7 +49,7 @@ def make_task(world="shop", **changes):
     """A valid task in one of the small worlds above."""
     entry = {"id": f"{world}-test", "system": f"A {world}.", "user": ["Go."], "world": world, "domain": world,
              "checks": [{"kind": "answer", "equals": "done"}], **WORLDS[world], **changes}
-    return E.make_task("test", entry)
+    return benchmarks.make_task("test", entry)
 
 def new_world(task):
     return E.WORLDS[task.world](task, "evaluation")
@@ -75,7 +76,7 @@ def tiny():
     cfg = E.Config(hidden=32, layers=2, heads=4, warm_steps=10, warm_batch=8)
     corpus = E.demonstrations([task for task in E.load_tasks("toy") if task.split == "train"], cfg)
     tokenizer = E.build_tokenizer(corpus)
-    model = E.build_tiny(tokenizer, cfg)
+    model = E.random_model(tokenizer, "tiny", cfg)
     with torch.no_grad():
         torch.manual_seed(0)
         for p in model.parameters():
@@ -531,7 +532,7 @@ def test_demonstrations_have_the_tokens_and_tags_of_a_rollout(tiny):
     turns = [[(tag, text) for tag, text in script if tag != CONTEXT] for _, script in corpus]
     episodes, _ = play(tiny, [task for task, _ in corpus], turns)
     for e, (task, script) in zip(episodes, corpus):
-        row = E.script_row(tiny.chat, task, script)
+        row = E.script_rows(tiny.chat, task, script, "inline")[0]
         assert (row.ids, row.tags, row.turns) == (e.row.ids, e.row.tags, e.row.turns) and e.over == "done"
 
 # ---- 4. the sampler's log-probabilities -----------------------------------------------------------------------------
@@ -666,7 +667,7 @@ def through_everything(chat, text):
         for responder in (None, new_world(task)):
             e = E.Episode(task, 0, hand_row(), world=responder)
             E.act(chat, e, text)
-            E.answer_known(chat, e)
+            E.answer_known(chat, e, "inline")
             assert e.over == {None: "malformed", str: "done", list: ""}[said if said is None else type(said)]
             while e.pending:
                 E.hear(chat, e, text, rehearsed=True)
@@ -760,7 +761,7 @@ def test_any_episode_can_be_logged_and_shown(tiny, task_file, tmp_path, monkeypa
     """A call may hold, as an escape in its JSON, a lone surrogate that UTF-8 has no bytes for."""
     e = E.Episode(make_task(), 0, hand_row(), over="malformed", verdicts=[False])
     E.act(tiny.chat, e, in_tags(call))
-    E.answer_known(tiny.chat, e)
+    E.answer_known(tiny.chat, e, "inline")
     while e.pending:
         E.hear(tiny.chat, e, SAYS, rehearsed=True)
     E.RunFolder(E.Config(out=str(tmp_path / "run"))).log({"round": 0}, [e])
@@ -1604,14 +1605,14 @@ def test_order_of_keys_does_not_matter(monkeypatch):
         def look(self, at):
             return {"a": 1, "b": 2}
     monkeypatch.setitem(E.WORLDS, "pair", Pair)
-    task = E.make_task("test", {**GOOD, "world": "pair"})
+    task = benchmarks.make_task("test", {**GOOD, "world": "pair"})
     e = E.Episode(task, 0, calls=[tool_call("look", at="x")], responses=['{"b":2,"a":1}'], rehearsed=[True])
     assert E.compare_responses(e) == [(True, '{"a":1,"b":2}')]
 
 def test_fidelity_counts_imagined_responses_by_tool():
     episodes = [bank_episode((BALANCE, '{"balance":5}'), (PAY, '{"ok":true}'), (BALANCE, '{"balance":5}')),
                 bank_episode((BALANCE, '{"balance":5}'), (BALANCE, '{"balance":9}'), rehearsed=[False, True]),
-                bank_episode((BALANCE, '{"balance":5}'), rehearsed=False), E.Episode(E.make_task("test", GOOD), 0)]
+                bank_episode((BALANCE, '{"balance":5}'), rehearsed=False), E.Episode(benchmarks.make_task("test", GOOD), 0)]
     assert E.fidelity(episodes) == {"balance": [1, 3], "transfer": [1, 1]} and E.ratio(E.fidelity(episodes)) == 0.5
     assert E.ratio(E.fidelity(episodes[2:])) is None
 
