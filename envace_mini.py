@@ -3,7 +3,6 @@
 
 EnvACE ("Internalizing Environment Dynamics via World Rehearsal for Agentic RL", arXiv 2608.06197) trains a tool-using
 language model without an environment in the loop. This file is the method, on a toy suite that a laptop can train:
-
   1. choose a few tasks; make a group of episodes of each                                          choose_tasks
   2. act: the policy emits a tool call, or an answer                                               rollout, act
   3. rehearse: the same policy plays the environment and emits the response to its call            rollout, hear
@@ -13,7 +12,6 @@ language model without an environment in the loop. This file is the method, on a
   7. repeat. The world was never asked, yet the policy comes to know it                            train
 
 One episode, one token sequence; the tags under it say who wrote each token and so what is trained:
-
   <system: tools> <user: task>  {"name":"go",...}<end>  <tool:>  {"room":"hall"}<end>  <assistant:>  done<end>
   CONTEXT ....................  ACT ..................  CONTEXT  REHEARSE ...........  CONTEXT ....  ACT .....
 
@@ -37,6 +35,8 @@ from pathlib import Path
 import tokenizers, torch, transformers
 from tqdm import tqdm
 
+sys.modules["envace_mini"] = sys.modules[__name__]      # what toy_tasks/benchmarks.py imports, also if run as a program
+
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
 
@@ -46,10 +46,9 @@ class UserError(Exception):
 def require(condition, message):
     if not condition:
         raise UserError(message)
-
 # ---- 1. Config: every flag, its default and its reason --------------------------------------------------------------
-def option(default, help, choices=None):
-    return field(default=default, metadata={"help": help, "choices": choices})
+def option(default, help, choices=""):
+    return field(default=default, metadata={"help": help, "choices": choices.split() or None})
 
 @dataclass
 class Config:
@@ -59,18 +58,16 @@ class Config:
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes the GPU where there is one")
     threads: int = option(2, "CPU threads of torch; more than there are free cores makes it several times slower")
     tasks: str = option("toy", "toy (the suite in toy_tasks/), or a task file or a folder of task files of your own")
-    preset: str = option("cpu", "defaults for the flags not given: cpu (the tiny model), gpu (Qwen3-0.6B on one card)",
-                         ("cpu", "gpu"))
-    model: str = option("tiny", "tiny (built and warm-started here); a chat model: folder (a GGUF file alone will do), "
-                        "or Hugging Face id; random:SHAPE (Qwen3-0.6B, Qwen3-1.7B, SmolLM2-135M), untrained")
+    preset: str = option("cpu", "defaults of other flags: cpu (tiny model), gpu (Qwen3-0.6B, one card)", "cpu gpu")
+    model: str = option("tiny", "tiny (built and warm-started here); a chat model's folder (a GGUF file in it will do) "
+                        "or Hugging Face id; random:SHAPE (untrained: Qwen3-0.6B, Qwen3-1.7B, SmolLM2-135M)")
     warm_start: bool = option(False, "give another --model than tiny the warm start too")
-    dtype: str = option("auto", "of matrix products; weights and log-probabilities stay float32 (autocast), but for "
-                        "the frozen weights under --lora; auto: bfloat16 on a GPU", ("auto", "float32", "bfloat16"))
+    dtype: str = option("auto", "of matrix products: bfloat16 if auto finds a GPU; weights and log-probabilities are "
+                        "float32 all the same, but for weights frozen by --lora", "auto float32 bfloat16")
     attention: str = option("sdpa", "attention kernel of transformers: sdpa, eager, flash_attention_2")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     lora: int = option(0, "rank of LoRA adapters on all linear layers (package peft); 0 trains all weights")
-    thinking: str = option("off", "let act turns think first, where the chat template has that switch",
-                           ("off", "on"))
+    thinking: str = option("off", "whether turns may think first, where the template has that switch", "off on")
     # the tiny model and its warm start
     hidden: int = option(128, "width of the tiny model, a multiple of 2 x heads")
     layers: int = option(3, "layers of the tiny model")
@@ -82,10 +79,9 @@ class Config:
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
-    responder: str = option("rehearsal", "who answers calls: itself, a frozen model, the real world",
-                            ("rehearsal", "simulator", "world"))
+    responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
-                            "each response, which may show what the actor must not see", ("inline", "prompted"))
+                            "each response, which may show what the actor must not see", "inline prompted")
     simulator: str = option("base", "with --responder simulator: base (the policy before training) or a model folder")
     temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
     max_turns: int = option(12, "act turns in an episode")
@@ -93,31 +89,31 @@ class Config:
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
     max_tokens: int = option(480, "tokens in an episode; one that reaches a limit is cut and graded as it stands")
     # role-wise GRPO
-    rounds: int = option(120, "rounds of rollout and update")
-    tasks_per_round: int = option(12, "task instances in a round; each makes one group")
+    rounds: int = option(75, "rounds of rollout and update")
+    tasks_per_round: int = option(24, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
-    minibatches: int = option(2, "optimiser steps a round, each on its share of the groups")
+    minibatches: int = option(4, "optimiser steps a round, each on its share of the groups")
     lr: float = option(4e-4, "AdamW's learning rate in training; it falls to a tenth of this by the last round")
     lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break")
     clip: float = option(0.2, "clip range of the probability ratio")
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
     baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, "
-                           "or one mean for both roles (plain GRPO)", ("turn", "trajectory", "pooled"))
-    aggregation: str = option("turn", "what weighs the same: a turn, a token, or a role", ("turn", "token", "role"))
-    train_roles: str = option("act,rehearse", "which roles learn", ("act,rehearse", "act", "rehearse"))
+                           "or one mean for both roles (plain GRPO)", "turn trajectory pooled")
+    aggregation: str = option("turn", "what weighs the same: a turn, a token, or a role", "turn token role")
+    train_roles: str = option("act,rehearse", "which roles learn", "act,rehearse act rehearse")
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
-    token_budget: int = option(8192, "padded tokens in one forward and backward pass; lower it when memory is short")
+    token_budget: int = option(2048, "padded tokens in one forward and backward pass: what fits caches and memory")
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
-    split: str = option("eval", "which tasks eval and show take", ("eval", "train"))
+    split: str = option("eval", "which tasks eval and show take", "eval train")
     task: str = option("", "id of the task that show shows; empty for the first of the split")
-    probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
+    probe_every: int = option(15, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
 
-PRESETS = {"cpu": {}, "gpu": dict(                      # one card of 24 GB or more; lr and clip as in the reference run
-    model="Qwen/Qwen3-0.6B", dtype="bfloat16", gradient_checkpointing=True, rehearsal="prompted", rounds=200, group=8,
-    lr=1e-6, token_budget=16384, max_turns=12, max_act_tokens=256, max_response_tokens=128, max_tokens=4096)}
+PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
+    model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
+    rounds=200, token_budget=16384, max_act_tokens=256, max_response_tokens=128, max_tokens=4096, out="runs/gpu")}
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
@@ -128,8 +124,8 @@ def check_config(cfg, command):
         require(fits, f"--{f.name.replace('_', '-')} must be a number {bound} 0, not {value}")
     require(max(cfg.blunder, cfg.stale, cfg.fresh) <= 1, "--blunder, --stale and --fresh are shares between 0 and 1")
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
-    require(command != "train" or cfg.temperature > 0, "--temperature must be above 0 in training")
-    require(command != "train" or cfg.group > 1, "--group must be at least 2: episodes are compared within their group")
+    require(command != "train" or cfg.temperature > 0 and cfg.group > 1,
+            "training needs --temperature above 0, and --group of at least 2: episodes are compared within their group")
     require(cfg.device in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", cfg.device) and torch.cuda.is_available(),
             f"--device {cfg.device}: not auto, cpu, cuda or cuda:N, or a GPU that this torch does not see")
     require(cfg.dtype != "bfloat16" or pick_device(cfg).type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
@@ -139,13 +135,9 @@ def check_config(cfg, command):
     require(not cfg.lora or importlib.util.find_spec("peft"), "--lora needs the package peft: pip install peft")
 
 def pick_device(cfg):
-    torch.set_num_threads(cfg.threads)
     return torch.device(cfg.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
-CALL = {"type": "object", "required": ["name", "arguments"],
-        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}}}
 LEDGER = collections.Counter()          # calls to worlds by purpose: rollout, evaluation, grading, demonstration
 
 @dataclass(eq=False)
@@ -209,9 +201,6 @@ def check_call(tools, call):
         return "unknown tool"
     return misfit(call["arguments"], {"additionalProperties": False, **schema}, "arguments")
 
-def is_call(value):
-    return misfit(value, CALL, "") is None
-
 class World:
     """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, the
     demonstrations' actor, trusts the facts: (call, response) pairs in; calls, an answer (str) or None (no way) out."""
@@ -219,7 +208,6 @@ class World:
     def __init__(self, task, purpose, facts=None):
         self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
         self.state = copy.deepcopy({**self.blank, **task.start, **{name: self.facts[name] for name in self.kept}})
-
     def call(self, call):
         """The response, a JSON object; {"error": reason} for a call that does not fit the schemas."""
         LEDGER[self.purpose] += 1
@@ -234,14 +222,12 @@ class Shop(World):
     tools, categories, blank = ("price", "buy"), ("prices",), {"coins": 0, "bought": []}
     def price(self, item):
         return {"price": self.facts["prices"][item]}
-
     def buy(self, item):
         if self.facts["prices"][item] > self.state["coins"]:
             return {"error": "too dear"}
         self.state["coins"] -= self.facts["prices"][item]
         self.state["bought"].append(item)
         return {"bought": item}
-
     def oracle(self, goal, heard):
         kind, *items = goal
         if kind == "buy":
@@ -258,7 +244,6 @@ class Bank(World):
     tools, categories, kept, blank = ("balance", "transfer"), ("balances",), ("balances",), {"fined": 0}
     def balance(self, name):
         return {"balance": self.state["balances"][name]}
-
     def transfer(self, source, target, amount):
         if amount > self.state["balances"][source]:
             self.state["fined"] += 1
@@ -266,7 +251,6 @@ class Bank(World):
         self.state["balances"][target] += amount
         self.state["balances"][source] -= amount
         return {"ok": True}
-
     def oracle(self, goal, heard):
         kind, *rest = goal
         names = rest[:1] if kind == "send" else rest
@@ -286,13 +270,11 @@ class House(World):
         room = self.facts["exits"].get(f"{self.state['room']} {direction}")
         self.state["room"] = room or self.state["room"]
         return {"room": room} if room else {"error": "wall"}
-
     def take(self, item):
         if item in self.state["held"] or self.facts["places"][item] != self.state["room"]:
             return {"error": "not here"}
         self.state["held"] = sorted(self.state["held"] + [item])
         return {"took": item}
-
     def oracle(self, goal, heard):
         kind, item, *where = goal
         take, room = tool_call("take", item=item), where[0] if where else self.facts["places"][item]
@@ -303,7 +285,6 @@ class House(World):
             return direction and [tool_call("go", direction=direction)]
         tried = kind == "look" and heard and heard[-1][0] == take
         return ("yes" if "took" in heard[-1][1] else "no") if tried else [take]
-
     def first_step(self, goal):
         """The direction that begins a shortest way to a room (breadth-first search), or None."""
         queue, first = [self.state["room"]], {self.state["room"]: None}
@@ -320,15 +301,11 @@ WORLDS = {"shop": Shop, "bank": Bank, "house": House}
 def load_tasks(where):
     """The tasks of the toy suite, or of a JSON file or folder of the user's, every field of which is checked."""
     if where != "toy":
-        sys.modules.setdefault("envace_mini", sys.modules[__name__])        # also when this file is run as a program
         from toy_tasks import benchmarks
         return benchmarks.load_files(where)
     files = sorted((Path(__file__).parent / "toy_tasks").glob("*.json"))
-    return [task for file in files for task in tasks_of(file.stem, json.loads(file.read_text(encoding="utf-8")))]
-
-def tasks_of(domain, data):
-    """The tasks of a task file's content: the fields beside `tasks` are defaults for each of them."""
-    return [Task(**{"domain": domain, **data, **entry}) for entry in data.pop("tasks")]
+    contents = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    return [Task(**{"domain": name, **data, **task}) for name, data in contents.items() for task in data.pop("tasks")]
 
 def grade(task, calls, answers):
     """(reward in [0, 1], a verdict for each check). Checks read the actor's calls and answers, and the state that a new
@@ -355,7 +332,6 @@ def grade(task, calls, answers):
 
 def plain(text):
     return " ".join(text.casefold().split()).rstrip(".! ")
-
 # ---- 3. Roles and tokens --------------------------------------------------------------------------------------------
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 MARK = "\ue000"         # put inside control strings that occur in data, so that they are encoded as plain text
@@ -412,7 +388,8 @@ def parse_act(text):
     if text.rfind("<tool_call>") > text.rfind("</tool_call>"):
         return None                                     # never closed: the expression would search for long
     calls, rest = [read_json(body) for body in TOOL_CALL.findall(text)], TOOL_CALL.sub("", text)
-    valid = all(map(is_call, calls)) and "<tool_call>" not in rest and "</tool_call>" not in rest
+    valid = not re.search("</?tool_call>", rest) and all(
+        isinstance(c, dict) and type(c.get("name")) is str and type(c.get("arguments")) is dict for c in calls)
     return ([{key: call[key] for key in ("name", "arguments")} for call in calls] or rest.strip()) if valid else None
 
 class ChatFormat:
@@ -428,7 +405,6 @@ class ChatFormat:
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
         self.to_user, _, self.user_to_act = self.separators("user")
         self.thought = "<think>" if tokenizer.decode(self.to_act).rstrip().endswith("<think>") else ""  # opened for us
-
     def probe(self):
         """What the template drops or refuses, of: system text, tools, calls in our form, tool responses."""
         user, said = {"role": "user", "content": "USER"}, {"role": "assistant", "content": "SAID"}
@@ -441,14 +417,12 @@ class ChatFormat:
                   "tool": ([user, said, {"role": "tool", "content": "HEARD"}], None, ["HEARD"])}
         return {name for name, (messages, tools, sentinels) in trials.items()
                 if not all(sentinel in self.attempt(messages, tools) for sentinel in ["USER", *sentinels])}
-
     def attempt(self, messages, tools=None):
         """`render`, or "" where the template refuses: templates are other people's programs, raising what they like."""
         try:
             return self.render(messages, tools)
         except Exception:
             return ""
-
     def render(self, messages, tools=None):
         """The prompt of messages (the first a system text): by the template where it can, else in our own words."""
         messages = [dict(m) for m in messages]
@@ -463,7 +437,6 @@ class ChatFormat:
                 m.update(role="user", content=f"<tool_response>\n{m['content']}\n</tool_response>")
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True,
                                                   enable_thinking=self.thinking)
-
     def separators(self, role):
         """Ids between an assistant's text and a turn of `role`, between two of these, and between that and an act."""
         said, first, second = "\x02A\x03", "\x02B\x03", "\x02C\x03"
@@ -473,21 +446,17 @@ class ChatFormat:
         both = self.attempt(messages)                   # a template may refuse two such turns in a row
         between = both.split(first)[1].split(second)[0] if first in both else "\n</tool_response>\n<tool_response>\n"
         return self.encode(before), self.encode(between), self.encode(after)
-
     def escape(self, text):
         """Data made safe for `encode`: control strings come out as plain text (of one character: as `?`, like lone
         surrogates)."""
         text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
         return self.controls.sub(lambda m: m[0][0] + MARK + m[0][1:] if len(m[0]) > 1 else "?", text)
-
     def encode(self, text):
         return [i for piece in text.split(MARK) for i in self.tokenizer.encode(piece, add_special_tokens=False)]
-
     def decode(self, ids):
         """The text of a sampled turn, without its end-of-turn token."""
         ids = ids[:-1] if ids[-1] in self.stop_ids else ids
         return self.thought + self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
         if task not in self.opened:
@@ -496,30 +465,26 @@ class ChatFormat:
             tools = json.loads(self.escape(json.dumps(task.tools, ensure_ascii=False)))
             self.opened[task] = self.encode(self.render(messages, tools))
         return list(self.opened[task])
-
     def open_aside(self, e):
         """Open a row for a prompted rehearsal: instruction, schemas, reference, secret; all that was said; the call."""
-        tools, reference = compact([tool["function"] for tool in e.task.tools]), compact(e.task.reference)
-        system = SIMULATOR.format(tools=tools, reference=reference, secret=e.task.secret)
+        system = SIMULATOR.format(tools=compact([tool["function"] for tool in e.task.tools]), secret=e.task.secret,
+                                  reference=compact(e.task.reference))
         said = "\n".join([f"user: {e.task.user[0]}", *e.history, f"pending call: {compact(e.pending[0])}"])
         e.aside = Row()
         e.asides.append(e.aside)
         e.aside.extend(self.encode(self.render([{"role": "system", "content": self.escape(system)},
                                                 {"role": "user", "content": self.escape(said)}])))
-
     def join(self, row, separator):
         """Append a separator. It begins with the end of the turn before it, which a sampled turn has already."""
         stops = [n for n, i in enumerate(separator) if i in self.stop_ids]
         row.extend(separator[stops[0] + 1:] if stops and row.ids[-1] in self.stop_ids else separator)
-
     def add_user(self, row, text):
         """Append a user turn and the header of the act turn that answers it."""
         self.join(row, self.to_user)
         row.extend(self.encode(self.escape(text)))
         self.join(row, self.user_to_act)
-
 # ---- 4. Policy: load, sample, log-probabilities ---------------------------------------------------------------------
-SHAPES = {"tiny": (),   # width, that between, layers, heads, key-value heads, a head's width, vocabulary (config.json files)
+SHAPES = {  # width, width between, layers, heads, key-value heads, width of a head, vocabulary: from config.json
     "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
     "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152)}
 
@@ -534,66 +499,57 @@ class Policy:
         self.chat = ChatFormat(tokenizer, [i for i in ends if i is not None], thinking)
         if self.chat.missing:
             print(f"the chat template does not know {sorted(self.chat.missing)}: our own wording serves there")
-        for module in model.modules():                  # dropout would make the trainer disagree with the sampler
-            if isinstance(module, torch.nn.Dropout) or hasattr(module, "attention_dropout"):
-                module.p = module.attention_dropout = 0.0
-
     def logits(self, **inputs):
         with self.adapters(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
             return self.model(**inputs).logits
-
     def save(self, folder):
         """Write model (adapters merged) and tokenizer as save_pretrained does; first beside the folder, then there."""
-        part, model = Path(f"{folder}.part"), self.model
+        part, lora = Path(f"{folder}.part"), hasattr(self.model, "merge_and_unload")
         shutil.rmtree(part, ignore_errors=True)
-        if hasattr(model, "merge_and_unload"):
-            model = copy.deepcopy(model).merge_and_unload()
-        model.save_pretrained(part)
+        (copy.deepcopy(self.model).merge_and_unload() if lora else self.model).save_pretrained(part)
         self.tokenizer.save_pretrained(part)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
-
     def frozen_copy(self):
         """The policy as it is before training. Under LoRA: the same weights, without their adapters."""
-        frozen = copy.copy(self)
-        if hasattr(self.model, "disable_adapter"):
-            frozen.adapters = self.model.disable_adapter
-        else:
-            frozen.model = copy.deepcopy(self.model).requires_grad_(False)
+        frozen, lora = copy.copy(self), hasattr(self.model, "disable_adapter")
+        frozen.adapters = self.model.disable_adapter if lora else contextlib.nullcontext
+        frozen.model = self.model if lora else copy.deepcopy(self.model).requires_grad_(False)
         return frozen
 
 def load_policy(name, device, cfg=Config()):
     """A policy by name: a folder that save_pretrained wrote, a folder with one GGUF file, a Hugging Face id, or
     random:SHAPE. Raises UserError if it is none of these, or cannot serve."""
     half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and device.type == "cuda"
-    ggufs, folder = sorted(Path(name).glob("*.gguf")), Path(name).is_dir()
-    source = {"gguf_file": ggufs[0].name} if ggufs and not Path(name, "config.json").exists() else {}
-    for package in ("gguf", "accelerate") if source else ():
-        require(importlib.util.find_spec(package), f"{name}: GGUF files need the package {package}: pip install {package}")
+    kwargs = {"attn_implementation": cfg.attention, "dtype": torch.bfloat16 if half and cfg.lora else torch.float32}
+    ggufs = [] if Path(name, "config.json").exists() else sorted(Path(name).glob("*.gguf"))
+    source = {"gguf_file": ggufs[0].name} if ggufs else {}
+    for package in ("gguf", "accelerate") if ggufs else ():
+        require(importlib.util.find_spec(package), f"{name}: a GGUF file needs {package}: pip install {package}")
     try:
         if name.startswith("random:"):
-            require(name[7:] in SHAPES, f"the shapes are {', '.join(SHAPES)}")
             tokenizer = build_tokenizer([(task, []) for task in load_tasks("toy")])
             model = random_model(tokenizer, name[7:], cfg)
         else:
-            dtype = torch.bfloat16 if half and cfg.lora else torch.float32
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
-            model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **source,
-                                                                      attn_implementation=cfg.attention)
+            model = transformers.AutoModelForCausalLM.from_pretrained(name, **source, **kwargs)
         if not tokenizer.chat_template:
             print(f"{name}: no chat template; our own serves")
             tokenizer.chat_template = TINY_TEMPLATE
-        if cfg.gradient_checkpointing:                  # used in train mode only: see `update`
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if cfg.gradient_checkpointing:
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if cfg.lora:
             import peft
-            model = peft.get_peft_model(model, peft.LoraConfig(r=cfg.lora, lora_alpha=2 * cfg.lora,
-                                                               target_modules="all-linear", task_type="CAUSAL_LM"))
-        return Policy(model, tokenizer, device, cfg.thinking, half)
+            model = peft.get_peft_model(model, peft.LoraConfig(
+                r=cfg.lora, lora_alpha=2 * cfg.lora, target_modules="all-linear", task_type="CAUSAL_LM"))
+        policy = Policy(model, tokenizer, device, cfg.thinking, half)
+        for module in policy.model.modules():           # layers recompute in train mode only; dropout stays off
+            module.training = isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer)
+        return policy
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
-        reason = (str(error) or repr(error)).strip().splitlines()[0]
-        raise UserError(f"{name}: cannot be loaded ({reason})" + ("" if folder else "; it is no folder here: train first, "
-                        f"or name one with --model, or fetch a model with network first: hf download {name}"))
+        known, reason = Path(name).is_dir() or name.startswith("random:"), (str(error) or repr(error)).strip()
+        raise UserError(f"{name}: cannot be loaded ({reason.splitlines()[0]})" + ("" if known else "; there is no such "
+                        f"folder: train first, name one with --model, or fetch it with network: hf download {name}"))
 
 def padded(lists, device):
     """Lists of numbers as one tensor (B, T), zeros at the ends: a causal model cannot look there, so needs no mask."""
@@ -616,20 +572,17 @@ class Stream:
         self.forward([list(prompt[:-1]) for prompt in prompts])
         self.fed = [len(row.ids) - 1 for row in rows]                       # tokens of each row that the cache holds
         self.select([prompts.index(tuple(row.ids)) for row in rows])
-
     def select(self, index):
-        index = torch.tensor(index, device=self.policy.device)
+        index = torch.tensor(index, dtype=torch.long, device=self.policy.device)
         self.mask = self.mask[index]
         self.cache.batch_select_indices(index)
-
     def keep(self, rows):
         """Drop the rows that are not among these, once they are an eighth of all: dropping copies the cache."""
-        if len(rows) <= 0.875 * len(self.rows):
-            wanted = {id(row) for row in rows}
-            index = [n for n, row in enumerate(self.rows) if id(row) in wanted]
+        wanted = {id(row) for row in rows}
+        index = [n for n, row in enumerate(self.rows) if id(row) in wanted]
+        if len(index) <= 0.875 * len(self.rows):
             self.rows, self.fed = [self.rows[n] for n in index], [self.fed[n] for n in index]
             self.select(index)
-
     @torch.inference_mode()
     def forward(self, gained):
         """Feed each row its gained tokens, padded on the left with holes; logits of the last position, (B, V)."""
@@ -640,12 +593,13 @@ class Stream:
         positions = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -width:]                                        # (B, W)
         return self.policy.logits(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
                                   use_cache=True, logits_to_keep=1)[:, -1].float()                            # (B, V)
-
     def step(self, episodes, temperature, generator):
         """Feed the rows of these episodes. Each with nothing left to feed gains a sampled token (the likeliest one if
         temperature is 0), tagged with its episode's role. Returns the episodes that gained one."""
         speakers = {id(e.open_row): e for e in episodes}
         backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
+        if not any(backlog):
+            return []                                               # none of them is in this stream
         width = max(backlog) if max(backlog) > 16 else 1            # a long response is fed in one pass
         gained = [row.ids[n:n + min(width, b)] for row, n, b in zip(self.rows, self.fed, backlog)]
         self.fed = [n + len(ids) for n, ids in zip(self.fed, gained)]
@@ -658,7 +612,6 @@ class Stream:
                 row.extend([token], speakers[id(row)].role, [logprob])
                 spoke.append(speakers[id(row)])
         return spoke
-
 # ---- 5. Rollout -----------------------------------------------------------------------------------------------------
 @dataclass
 class Episode:
@@ -682,15 +635,12 @@ class Episode:
     @property
     def role(self):
         return REHEARSE if self.pending else ACT
-
     @property
     def rows(self):
         return [self.row, *self.asides]
-
     @property
     def open_row(self):
         return self.aside or self.row
-
     @property
     def success(self):
         return self.over == "done" and all(self.verdicts)
@@ -705,36 +655,26 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
         e.over = "truncated" if len(e.row.ids) >= cfg.max_tokens else ""
     live, prompted = [e for e in episodes if not e.over], cfg.rehearsal == "prompted"
-    speaks = [(policy, [ACT] if simulator or prompted else [ACT, REHEARSE])]
-    speaks += [(simulator, [REHEARSE])] if simulator and not prompted else []
-    streams = [(Stream(model, [e.row for e in live]), roles) for model, roles in speaks if live]
+    roles = [ACT] if simulator or prompted else [ACT, REHEARSE]
+    streams = [(Stream(policy, [e.row for e in live]), roles)] if live else []
+    streams += [(Stream(simulator, [e.row for e in live]), [REHEARSE])] if live and simulator and not prompted else []
     while live:
+        if prompted and all(e.pending and not e.aside for e in live):           # all wait: each rehearses in a new row
+            for e in live:
+                policy.chat.open_aside(e)
+                e.over = "truncated" if len(e.aside.ids) + cfg.max_response_tokens > policy.positions else ""
+            asides = [e.aside for e in live if not e.over]
+            streams[1:] = [(Stream(simulator or policy, asides), [REHEARSE])] if asides else []
         for stream, roles in streams:
-            stream.keep([e.row for e in live])
+            stream.keep([row for e in live for row in (e.row, e.open_row)])
             speakers = [e for e in live if e.role in roles and not e.over]      # act, or rehearse what the call induces
-            for e in stream.step(speakers, temperature, generator) if speakers else []:
+            for e in stream.step(speakers, temperature, generator):
                 end_turn(policy.chat, e, cfg)
         live = [e for e in live if not e.over]
-        if prompted and live and all(e.pending for e in live):
-            rehearse_aside(policy.chat, simulator or policy, live, cfg, temperature, generator)
-            live = [e for e in live if not e.over]
     for e in episodes:
         e.reward, e.verdicts = grade(e.task, e.calls, e.answers)
         e.reward = 0.0 if e.over == "malformed" else e.reward
     return episodes
-
-def rehearse_aside(chat, speaker, episodes, cfg, temperature, generator):
-    """Prompted rehearsal: the response to the first pending call of each episode, each in a row of its own."""
-    for e in episodes:
-        chat.open_aside(e)
-        e.over = "truncated" if len(e.aside.ids) + cfg.max_response_tokens > speaker.positions else ""
-    waiting = [e for e in episodes if not e.over]
-    stream = Stream(speaker, [e.aside for e in waiting]) if waiting else None
-    while waiting:
-        stream.keep([e.aside for e in waiting])
-        for e in stream.step(waiting, temperature, generator):
-            end_turn(chat, e, cfg)
-        waiting = [e for e in waiting if e.aside and not e.over]
 
 def end_turn(chat, e, cfg):
     """If the token just sampled completes a turn: read the turn, and open the next one or end the episode."""
@@ -773,9 +713,7 @@ def hear(chat, e, text, rehearsed):
     call, response = e.pending.pop(0), spoken(text).strip().removesuffix("</tool_response>").strip()
     if e.aside or not rehearsed:
         e.row.extend(chat.encode(chat.escape(response)))
-    e.aside = None
-    e.responses.append(response)
-    e.rehearsed.append(rehearsed)
+    e.aside, e.responses, e.rehearsed = None, e.responses + [response], e.rehearsed + [rehearsed]
     e.history += [f"call: {compact(call)}", f"response: {response}"]
     chat.join(e.row, chat.tool_to_tool if e.pending else chat.to_act)
 
@@ -784,7 +722,6 @@ def answer_known(chat, e, rehearsal):
     prompted rehearsal is told how to refuse them itself)."""
     while e.pending and ((error := check_call(e.task.tools, e.pending[0])) and rehearsal == "inline" or e.world):
         hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
-
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 def role_advantages(episodes, baseline, scale=False):
     """{(episode number, role): A}: how much better an episode did than its group, as seen from one role: A = R - b. For
@@ -858,27 +795,23 @@ def surrogate_loss(policy, batch, cfg, reference=None):
 def update(policy, optimizer, samples, cfg, reference=None):
     """One optimiser step: (gradient norm, largest |ratio - 1|, share of tokens clipped), or None if not finite."""
     optimizer.zero_grad(set_to_none=True)
-    policy.model.train(cfg.gradient_checkpointing)      # transformers recomputes activations in train mode only
     total, error, cut = 0.0, 0.0, 0
     for batch in micro_batches(samples, cfg.token_budget):
         loss, ratio, clipped = surrogate_loss(policy, batch, cfg, reference)
         loss.backward()
         total, error, cut = total + loss.item(), max(error, (ratio - 1).abs().max().item()), cut + clipped.sum().item()
-    policy.model.eval()
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(total) or not math.isfinite(norm):
         return None
     optimizer.step()
     return norm, error, cut / sum(weight > 0 for s in samples for weight in s.weights)
-
 # ---- 7. Warm start --------------------------------------------------------------------------------------------------
 def believe(task, rng, cfg):
     """The facts of a demonstration: some shuffled where the task allows it, else the truth with stale values in it."""
     facts = copy.deepcopy(task.facts)
     fresh = task.shuffle and rng.random() < cfg.fresh
     for category in task.shuffle if fresh else []:
-        values = list(facts[category].values())
-        facts[category] = dict(zip(facts[category], rng.sample(values, len(values))))
+        facts[category] = dict(zip(facts[category], rng.sample([*facts[category].values()], len(facts[category]))))
     for category, stale in [] if fresh else task.stale.items():
         facts[category].update({key: value for key, value in stale.items() if rng.random() < cfg.stale})
     return facts
@@ -960,6 +893,7 @@ def build_tokenizer(corpus):
 def random_model(tokenizer, shape, cfg):
     """A randomly initialised Qwen3: tiny, of less than a million parameters, or of a shape in SHAPES."""
     tiny = cfg.hidden, 3 * cfg.hidden, cfg.layers, cfg.heads, cfg.heads, cfg.hidden // cfg.heads, len(tokenizer)
+    require(shape in ("tiny", *SHAPES), f"the shapes are tiny, {', '.join(SHAPES)}")
     width, between, layers, heads, kv_heads, head, vocabulary = tiny if shape == "tiny" else SHAPES[shape]
     torch.manual_seed(cfg.seed)
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
@@ -979,8 +913,8 @@ def warm_start(tasks, cfg, device):
         policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
     else:
         policy = load_policy(cfg.model, device, cfg)
-    rows = [row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal)]
-    rows = rows[:cfg.warm_steps * cfg.warm_batch]
+    rows = (row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal))
+    rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
     settings = [cfg.seed, cfg.hidden, cfg.layers, cfg.heads, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.threads,
                 cfg.model, cfg.lora, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
     contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
@@ -992,9 +926,9 @@ def warm_start(tasks, cfg, device):
 
 def fit_demonstrations(policy, rows, cfg):
     """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
-    learn = [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-    matrices = [p for name, p in learn if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in learn if p.ndim != 2 or "embed" in name]
+    learn = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in learn.items() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in learn.items() if p.ndim != 2 or "embed" in name]
     peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr,
              torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2}
     size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
@@ -1013,12 +947,11 @@ def fit_demonstrations(policy, rows, cfg):
             optimizer.step()
         policy.model.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
     device, tasks = pick_device(cfg), load_tasks(cfg.tasks)
-    learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
+    learn, held_out = ([task for task in tasks if task.split == split] for split in "train eval")
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     policy = None if cfg.model == "tiny" or cfg.warm_start else load_policy(cfg.model, device, cfg)
@@ -1030,8 +963,7 @@ def train(cfg):
     policy = policy or warm_start(learn, cfg, device)
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
-    learned = [p for p in policy.model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=cfg.lr, weight_decay=0.0)
+    optimizer = torch.optim.AdamW((p for p in policy.model.parameters() if p.requires_grad), cfg.lr, weight_decay=0.0)
     state = run.resume(policy, optimizer, clock)
     if not state["base"]:
         state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
@@ -1061,8 +993,8 @@ def frozen_simulator(policy, cfg):
         return None
     base = cfg.simulator == "base"
     simulator = policy.frozen_copy() if base else load_policy(cfg.simulator, policy.device, replace(cfg, lora=0))
-    same = simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab()
-    require(same, f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
+    require(simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab(),
+            f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
 
 def choose_tasks(tasks, cfg, number):
@@ -1091,8 +1023,8 @@ def round_metrics(episodes, steps, number, world_calls):
     endings, made = collections.Counter(e.over for e in episodes), [step for step in steps if step]
     variety = collections.Counter(group for group, _ in {(e.group, e.reward) for e in episodes})    # rewards of a group
     line = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
-            "no_signal": mean(n == 1 for n in variety.values()), "fidelity": ratio(fidelity(episodes)),
-            "grad_norm": mean(norm for norm, _, _ in made), "clipped": mean(cut for _, _, cut in made),
+            "no_signal": mean(n == 1 for n in variety.values()), "grad_norm": mean(norm for norm, _, _ in made),
+            "fidelity": mean(same for _, same in fidelity(episodes)), "clipped": mean(cut for _, _, cut in made),
             "first_ratio_error": made[0][1] if made else None, "steps": len(made), "skipped_steps": steps.count(None),
             "truncated": endings["truncated"], "malformed": endings["malformed"],
             "unscored": sum(not e.scored for e in episodes), "world_calls": world_calls}
@@ -1109,35 +1041,26 @@ def status_line(m, probe, clock):
     return (f"round {m['round']:3d}  reward {reward}  no signal {m['no_signal']:4.0%}  fidelity {truth}  reality gap "
             f"{gap}  grad norm {norm}  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
 
-def peak_memory(device):
-    """The most memory that this process has held, in GiB: on the GPU if it works there, else in main memory."""
-    if device.type == "cuda":
-        return round(torch.cuda.max_memory_allocated(device) / 2 ** 30, 2)
-    import resource                                     # not on Windows, where nothing is reported
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 30 if sys.platform == "darwin" else 2 ** 20), 2)
+def peak_memory():
+    """The most memory that this process has held, in GiB: of the GPU if it used one, else main memory."""
+    import resource                                     # counts KiB, on a Mac bytes
+    main = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return round((torch.cuda.max_memory_allocated() or main) / 2 ** 30, 2)
 
 class Clock:
     """Seconds and tokens by kind of work; kept out of metrics.jsonl, which must not differ between equal runs."""
     def __init__(self):
         self.seconds, self.tokens, self.last = collections.Counter(), collections.Counter(), time.time()
-
     def lap(self, kind, tokens=0):
         before, self.last = self.last, time.time()
         self.seconds[kind] += self.last - before
         self.tokens[kind] += tokens
-
     def speed(self, kind):
         return round(self.tokens[kind] / self.seconds[kind]) if self.seconds[kind] else 0
-
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
 def mean(values):
     values = list(values)
     return sum(values) / len(values) if values else None
-
-def ratio(counts):
-    """Share of hits in {key: [hits, all]}, None where there is nothing to count."""
-    total = sum(n for _, n in counts.values())
-    return sum(hits for hits, _ in counts.values()) / total if total else None
 
 def seeded(device, *names):
     """A random generator that depends on the names alone: a resumed run draws what an uninterrupted one would."""
@@ -1151,11 +1074,9 @@ def compare_responses(e):
     return [(key(text) == key(truth), truth) for text, truth in zip(e.responses, truths)]
 
 def fidelity(episodes):
-    """{tool: [equal, all]} over imagined responses: how many equal what the World answers after the same calls."""
-    pairs = [(call["name"], same) for e in episodes if e.task.world
-             for call, imagined, (same, _) in zip(e.calls, e.rehearsed, compare_responses(e)) if imagined]
-    verdicts = {name: [same for other, same in pairs if other == name] for name in dict(pairs)}
-    return {name: [sum(some), len(some)] for name, some in verdicts.items()}
+    """[(tool, equal)] for every imagined response: whether it equals what the World answers after the same calls."""
+    return [(call["name"], same) for e in episodes if e.task.world
+            for call, imagined, (same, _) in zip(e.calls, e.rehearsed, compare_responses(e)) if imagined]
 
 def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simulator=None):
     """`samples` graded episodes of each task, for evaluation; the random numbers follow from the seed and the label."""
@@ -1177,10 +1098,11 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
     def measures(*parts):
         real, greedy, dreamt = (mean(e.success for e in part) for part in parts)
         return {"world_success": real, "world_success_greedy": greedy, "imagined_success": dreamt,
-                "fidelity": ratio(fidelity(parts[2])), "reality_gap": None if None in (real, dreamt) else dreamt - real}
-    parts = [by_domain(episodes) for episodes in (world, best, imagined)]
+                "fidelity": mean(same for _, same in fidelity(parts[2])),
+                "reality_gap": None if None in (real, dreamt) else dreamt - real}
+    parts, pairs = [by_domain(episodes) for episodes in (world, best, imagined)], fidelity(imagined)
     return {**measures(world, best, imagined),
-            "fidelity_by_tool": {tool: hits / n for tool, (hits, n) in sorted(fidelity(imagined).items())},
+            "fidelity_by_tool": {tool: mean(ok for name, ok in pairs if name == tool) for tool in sorted(dict(pairs))},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
 def pass_at_k(n, correct, k):
@@ -1205,9 +1127,8 @@ class RunFolder:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"--out {self.path}: the run folder cannot be written or read ({error})")
         other = [f"{key} is {saved.get(key)!r} there and {value!r} here" for key, value in asdict(cfg).items()
-                 if key != "out" and saved.get(key) != value]
+                 if key not in ("out", "token_budget", "gradient_checkpointing") and saved.get(key) != value]
         require(not other, f"--out {self.path} holds a run of another configuration: {'; '.join(other)}")
-
     def log(self, metrics, episodes):
         """Append a line to metrics.jsonl, and the episodes, readable, to episodes.jsonl."""
         lines = [{"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward,
@@ -1215,14 +1136,12 @@ class RunFolder:
         for name, rows in (("metrics.jsonl", [metrics]), ("episodes.jsonl", lines)):
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write("".join(compact(row) + "\n" for row in rows))
-
     def checkpoint(self, policy, optimizer, state, clock):
         part = self.path / "checkpoint.part"
         weights = {name: p.data for name, p in policy.model.named_parameters() if p.requires_grad}
         torch.save({"model": weights, "optimizer": optimizer.state_dict(), "state": state,
                     "seconds": dict(clock.seconds), "tokens": dict(clock.tokens)}, part)
         os.replace(part, self.path / "checkpoint.pt")
-
     def resume(self, policy, optimizer, clock):
         """Load the last checkpoint, if there is one, and drop what was logged after it. Returns the run's state."""
         state = {"round": 0, "base": None, "probe": {}, "world_calls": 0, "skipped": 0}
@@ -1235,24 +1154,23 @@ class RunFolder:
             clock.tokens.update(saved["tokens"])
             print(f"going on with {self.path} at round {state['round']}")
         for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
-            lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []     # whole lines only
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
             kept = [line for line in lines if (read_json(line) or {}).get("round", state["round"]) < state["round"]]
-            path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+            path.write_text("".join(kept), encoding="utf-8")
         return state
-
     def finish(self, policy, state, trained, clock):
         """Save the policy and write result.json; returns its content."""
         policy.save(self.path / "model")
-        seconds = {"warm_start": clock.seconds["warm_start"], "eval": clock.seconds["eval"],
-                   "train": clock.seconds["rollout"] + clock.seconds["update"], "total": sum(clock.seconds.values())}
+        spent, total = clock.seconds, sum(clock.seconds.values())
+        train = spent["rollout"] + spent["update"]
+        seconds = {"warm_start": spent["warm_start"], "train": train, "eval": spent["eval"], "total": total}
         result = {"base": state["base"], "trained": trained, "world_calls_in_rollouts": state["world_calls"],
                   "episodes": state["round"] * self.cfg.tasks_per_round * self.cfg.group, "seed": self.cfg.seed,
                   "seconds": {kind: round(spent, 1) for kind, spent in seconds.items()}, "config": asdict(self.cfg),
                   "tokens_per_second": {kind: clock.speed(kind) for kind in ("rollout", "update")},
-                  "peak_memory_gib": peak_memory(policy.device)}
+                  "peak_memory_gib": peak_memory()}
         write_json(self.path / "result.json", result)
         return result
-
 # ---- 11. Commands ---------------------------------------------------------------------------------------------------
 def command_train(cfg):
     result = train(cfg)
@@ -1268,8 +1186,8 @@ def result_table(result):
         base, trained = ({"all": part, **part["by_domain"]}[name] for part in (result["base"], result["trained"]))
         for key in ("world_success", "world_success_greedy", "imagined_success", "fidelity", "reality_gap"):
             change = None if None in (base[key], trained[key]) else trained[key] - base[key]
-            label = f"{name}: {key.replace('_', ' ')}"
-            lines.append(f"{label:34}{show(base[key])}  {show(trained[key])}   {show(change, '+')}")
+            values = f"{show(base[key])}  {show(trained[key])}   {show(change, '+')}"
+            lines.append(f"{name + ': ' + key.replace('_', ' '):34}{values}")
     return "\n".join(lines)
 
 def open_policy(cfg):
@@ -1290,7 +1208,7 @@ def command_eval(cfg):
         hits = [sum(e.success for e in part[n:n + samples]) for n in range(0, len(part), samples)]      # of each task
         passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits):.3f}"
                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples]
-        known = [f"fidelity {ratio(fidelity(part)):.3f}"] if fidelity(part) else []
+        known = [f"fidelity {mean(same for _, same in fidelity(part)):.3f}"] if fidelity(part) else []
         print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
 
 def command_show(cfg):
@@ -1315,39 +1233,8 @@ def command_show(cfg):
         print("  ".join([f"  {other.reward:.2f}", *values]))
 
 def command_bench(cfg):
-    """One JSON line: speed, memory and precision of one rollout and one update of a randomly initialised model."""
-    device, tasks = pick_device(cfg), load_tasks("toy")
-    policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
-    optimizer, spent, count = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), {}, cfg.tasks_per_round * cfg.group
-    for name in ("warm-up", "timed"):                   # the first pass pays for allocations and kernels
-        start = time.time()
-        episodes = rollout(policy, tasks[:count], cfg, "rehearsal", seeded(device, name), 1.0)
-        middle = time.time()
-        for n, e in enumerate(episodes):
-            e.group, e.reward = n // cfg.group, n % 2   # no task is solved: rewards at random give a signal to learn from
-        samples = training_samples(episodes, cfg)
-        _, error, _ = update(policy, optimizer, samples, cfg)
-        spent = {"rollout": middle - start, "update": time.time() - middle}
-    shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
-    per_token = 6 * sum(p.numel() for p in policy.model.parameters())
-    attention = 6 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
-    flops = sum(per_token * n + attention * n * n for n in lengths)         # forward and backward, causal attention
-    print(json.dumps({"device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model, "parameters": per_token // 6,
-        "rollout_tokens_per_second": round(sum(len(e.row.ids) for e in episodes) / spent["rollout"]),
-        "update_tokens_per_second": round(sum(lengths) / spent["update"]),
-        "model_flops_utilisation": round(flops / spent["update"] / matmul_speed(device, policy.bfloat16), 3),
-        "peak_memory_gib": peak_memory(device), "first_ratio_error": error}))
-
-def matmul_speed(device, bfloat16):
-    """Floating-point operations a second of a large matrix product on this device: what utilisation is a share of."""
-    n = 8192 if device.type == "cuda" else 1024
-    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if bfloat16 else torch.float32)
-    best = math.inf
-    for _ in range(5):
-        start = time.time()
-        (a @ a)[0, 0].item()                            # .item() waits for the device
-        best = min(best, time.time() - start)
-    return 2 * n ** 3 / best
+    from toy_tasks import benchmarks
+    print(compact(benchmarks.speed(cfg)))
 
 def paint_row(policy, row):
     """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
@@ -1358,16 +1245,16 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-MODEL_FLAGS = """preset seed device threads model dtype attention thinking rehearsal max_turns max_act_tokens
-    max_response_tokens max_tokens tasks_per_round group """
-SAVED_FLAGS = MODEL_FLAGS + "out tasks responder simulator temperature baseline scale_advantages eval_samples split task"
-BENCH_FLAGS = MODEL_FLAGS + "hidden layers heads gradient_checkpointing lora lr token_budget"
-TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
+BENCH_FLAGS = """preset seed device threads model dtype attention thinking rehearsal max_turns max_act_tokens group
+    max_response_tokens max_tokens tasks_per_round hidden layers heads gradient_checkpointing lora lr token_budget"""
+SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:15]) + """ out tasks responder simulator temperature baseline split task
+    scale_advantages eval_samples"""
+TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in "split task")
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy and evaluate it before and after"),
-    "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a saved policy on a split"),
-    "show": (command_show, SAVED_FLAGS, {"model": "tiny", "group": 4}, "one episode, every token's role, and the world"),
-    "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory, precision on this machine as a JSON line; random weights")}
+    "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
+    "show": (command_show, SAVED_FLAGS, {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
+    "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
@@ -1377,9 +1264,9 @@ def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
-    presets = Parser(add_help=False, allow_abbrev=False)
-    presets.add_argument("--preset")
-    preset = PRESETS.get(presets.parse_known_args(arguments)[0].preset, {})
+    preset = Parser(add_help=False, allow_abbrev=False)         # read first: it changes the other flags' defaults
+    preset.add_argument("--preset")
+    preset = PRESETS.get(preset.parse_known_args(arguments)[0].preset, {})
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command, (_, flags, defaults, help) in COMMANDS.items():
@@ -1400,14 +1287,12 @@ def main(arguments=None):
     try:
         command, cfg = parse_flags(sys.argv[1:] if arguments is None else arguments)
         check_config(cfg, command)
+        torch.set_num_threads(cfg.threads)
         COMMANDS[command][0](cfg)
         return 0
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError:
-        print("error: out of GPU memory: lower --token-budget (updates) or --tasks-per-round (rollouts), or give "
-              "--gradient-checkpointing or --lora 16; the same command goes on from the last checkpoint", file=sys.stderr)
+    except (UserError, torch.OutOfMemoryError) as error:
+        memory = "out of GPU memory: lower --token-budget (the run goes on from its checkpoint) or --tasks-per-round"
+        print(f"error: {error if isinstance(error, UserError) else memory}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)

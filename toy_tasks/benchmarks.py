@@ -1,7 +1,9 @@
-"""Where tasks come from: task files of one's own, every field checked (imported only when --tasks names one)."""
-import json, math
+"""What only some commands need: task files of one's own, every field checked (`load_files`), and `bench` (`speed`)."""
+import json, math, time
 from pathlib import Path
-from envace_mini import CALL, JSON_TYPES, WORLDS, Task, UserError, World, misfit, require
+import torch, torch.utils.benchmark
+from envace_mini import (JSON_TYPES, WORLDS, Task, UserError, World, load_policy, load_tasks, misfit, peak_memory,
+                         pick_device, require, rollout, seeded, training_samples, update)
 
 TEXT, LIST, MAP, NUMBER = ({"type": name} for name in ("string", "array", "object", "number"))
 
@@ -15,12 +17,13 @@ def object_of(required, more=True, /, **properties):
 ARGUMENT = object_of([], type={"enum": list(JSON_TYPES)}, enum=LIST, minimum=NUMBER)
 PARAMETERS = object_of([], properties={**MAP, "additionalProperties": ARGUMENT}, required=list_of(TEXT))
 TOOL = object_of(["function"], function=object_of(["name"], name=TEXT, description=TEXT, parameters=PARAMETERS))
+CALL = object_of(["name", "arguments"], name=TEXT, arguments=MAP)
 CHECKS = {"calls": ("calls", list_of(CALL)), "max_calls": ("calls", {"type": "integer"}), "answer": ("equals", TEXT),
           "state": ("equals", MAP)}
 TASK = object_of(["id", "system", "tools", "user", "checks"], False, id=TEXT, system=TEXT, tools=list_of(TOOL),
                  user=list_of(TEXT), checks=list_of(MAP), domain=TEXT, split={"enum": ["train", "eval"]}, world=TEXT,
-                 secret=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP}, start=MAP, goal=list_of(LIST),
-                 stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
+                 secret=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP}, start=MAP,
+                 goal=list_of(LIST), stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
 
 def load_files(where):
     """The tasks of a JSON file or a folder of them. Raises UserError naming file, task and field."""
@@ -74,3 +77,31 @@ def make_task(where, entry):
                                (not reason and not 0 < check.get("weight", 1) < math.inf, "'weight' must be above 0")]:
             require(not wrong, f"{where}: field 'checks', entry {number}: {message}")
     return task
+
+def speed(cfg):
+    """Speed, memory and precision of a rollout and an update of a randomly initialised model."""
+    device, tasks = pick_device(cfg), load_tasks("toy")[:cfg.tasks_per_round]
+    policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
+    optimizer, groups = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), [*range(len(tasks))] * cfg.group
+    for name in ("warm-up", "timed"):                   # the first pass pays for allocations and kernels
+        start = time.time()
+        episodes = rollout(policy, tasks * cfg.group, cfg, "rehearsal", seeded(device, name), 1.0, groups)
+        middle = time.time()
+        for n, e in enumerate(episodes):                # it solves nothing: made-up rewards give something to learn
+            e.reward = n // len(tasks) % 2
+        samples = training_samples(episodes, cfg)
+        _, error, _ = update(policy, optimizer, samples, cfg)
+        end = time.time()
+    shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    attention = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    flops = sum(6 * parameters * n + 6 * attention * n * n for n in lengths)    # forward and backward, causal attention
+    a = torch.randn(2, 2048, 2048, device=device, dtype=torch.bfloat16 if policy.bfloat16 else torch.float32)
+    timer = torch.utils.benchmark.Timer("a @ a", globals={"a": a}, num_threads=cfg.threads)
+    peak = 4 * 2048 ** 3 / timer.blocked_autorange().median     # operations a second in a large matrix product
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model,
+        "parameters": parameters, "update_tokens_per_second": round(sum(lengths) / (end - middle)),
+        "rollout_tokens_per_second": round(sum(len(e.row.ids) for e in episodes) / (middle - start)),
+        "matmul_tflops": round(peak / 1e12, 2), "model_flops_utilisation": round(flops / (end - middle) / peak, 3),
+        "peak_memory_gib": peak_memory(), "first_ratio_error": error}
