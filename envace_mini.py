@@ -338,11 +338,11 @@ MARK = "\ue000"         # put inside control strings that occur in data, so that
 TINY_TEMPLATE = """{%- if tools or messages[0].role == 'system' -%}<|im_start|>system
 {{- '\\n' + messages[0].content if messages[0].role == 'system' else '' }}{%- for t in tools or [] -%}{{ '\\n' ~
 t.function.name ~ '(' ~ (t.function.parameters or {}).properties | join(',') ~ ') ' ~ t.function.description }}
-{%- endfor %}<|im_end|>{{ '\\n' }}{% endif -%}
+{%- endfor %}{{ eos_token ~ '\\n' }}{% endif -%}
 {%- for m in messages if m.role != 'system' -%}<|im_start|>{{ m.role + '\\n' + (m.content or '') }}
 {%- for c in m.tool_calls or [] -%}<tool_call>{{ {'name': c.function.name, 'arguments': c.function.arguments} |
 tojson(separators=(',', ':')) }}</tool_call>{%- endfor -%}
-<|im_end|>{{ '\\n' }}{% endfor -%}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+{{ eos_token ~ '\\n' }}{% endfor -%}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
 FALLBACK_TOOLS = """\n\nYou can call these functions (JSON Schema, one a line):\n{tools}
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
 SIMULATOR = """You are the environment behind these functions (JSON Schema): {tools}
@@ -951,7 +951,7 @@ def fit_demonstrations(policy, rows, cfg):
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
     device, tasks = pick_device(cfg), load_tasks(cfg.tasks)
-    learn, held_out = ([task for task in tasks if task.split == split] for split in "train eval")
+    learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     policy = None if cfg.model == "tiny" or cfg.warm_start else load_policy(cfg.model, device, cfg)
@@ -1249,7 +1249,7 @@ BENCH_FLAGS = """preset seed device threads model dtype attention thinking rehea
     max_response_tokens max_tokens tasks_per_round hidden layers heads gradient_checkpointing lora lr token_budget"""
 SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:15]) + """ out tasks responder simulator temperature baseline split task
     scale_advantages eval_samples"""
-TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in "split task")
+TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy and evaluate it before and after"),
     "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
