@@ -1039,7 +1039,7 @@ def status_line(m, probe, clock):
             f"{gap}  grad norm {norm}  tokens/s {clock.speed('rollout')} rollout {clock.speed('update')} update")
 
 def peak_memory():
-    """The most memory that this process has held, in GiB: on the GPU if it used one, else main memory (0 on Windows)."""
+    """The most memory that this process held, in GiB: on the GPU if it used one, else main memory (0 on Windows)."""
     if torch.cuda.max_memory_allocated() or sys.platform == "win32":
         return round(torch.cuda.max_memory_allocated() / 2 ** 30, 2)
     import resource                                     # counts KiB, on a Mac bytes
