@@ -87,7 +87,7 @@ class Config:
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
     max_tokens: int = option(480, "tokens in an episode; one that reaches a limit is cut and graded as it stands")
     # role-wise GRPO
-    rounds: int = option(75, "rounds of rollout and update")
+    rounds: int = option(80, "rounds of rollout and update")
     tasks_per_round: int = option(24, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
     minibatches: int = option(4, "optimiser steps a round, each on its share of the groups")
@@ -105,7 +105,7 @@ class Config:
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
     split: str = option("eval", "which tasks eval and show take", "eval train")
     task: str = option("", "id of the task that show shows; empty for the first of the split")
-    probe_every: int = option(15, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
+    probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
 
