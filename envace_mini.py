@@ -926,8 +926,8 @@ def fit_demonstrations(policy, rows, cfg):
     learn = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     matrices = [p for name, p in learn.items() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in learn.items() if p.ndim != 2 or "embed" in name]
-    peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr,
-             torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2}
+    peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr}
+    peaks.update({torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2} if others else {})      # none in LoRA
     size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
     for n in range(0, len(rows), 8 * size):             # rows of similar length side by side, to save padding
         near = sorted(rows[n:n + 8 * size], key=lambda row: len(row.ids))

@@ -91,6 +91,8 @@ def speed(cfg):
             e.reward = n // len(tasks) % 2
         samples = training_samples(episodes, cfg)
         _, error, _ = update(policy, optimizer, samples, cfg)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         end = time.time()
     shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
     parameters = sum(p.numel() for p in policy.model.parameters())
