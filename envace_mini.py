@@ -60,9 +60,9 @@ class Config:
     model: str = option("tiny", "tiny (built and warm-started here); a chat model's folder (a GGUF file in it will do) "
                         "or Hugging Face id; random:SHAPE (untrained: Qwen3-0.6B, Qwen3-1.7B, SmolLM2-135M)")
     warm_start: bool = option(False, "give another --model than tiny the warm start too")
-    dtype: str = option("auto", "of matrix products: bfloat16 if auto finds a GPU; weights and log-probabilities are "
-                        "float32 all the same, but for weights frozen by --lora", "auto float32 bfloat16")
-    attention: str = option("sdpa", "attention kernel of transformers", "sdpa eager flash_attention_2")
+    dtype: str = option("auto", "of matrix products; auto: bfloat16 for real models on a GPU; weights and log-probabili"
+                        "ties are float32 all the same, but for weights frozen by --lora", "auto float32 bfloat16")
+    attention: str = option("sdpa", "attention kernel of transformers", "sdpa eager")
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass: less memory, more time")
     lora: int = option(0, "rank of LoRA adapters on all linear layers (package peft); 0 trains all weights")
     thinking: str = option("off", "whether turns may think first, where the template has that switch", "off on")
@@ -80,12 +80,12 @@ class Config:
     responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
                             "each response, which may show what the actor must not see", "inline prompted")
-    simulator: str = option("base", "with --responder simulator: base (the policy before training) or a model folder")
+    simulator: str = option("base", "with --responder simulator: base (the policy before training), or as --model")
     temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
     max_turns: int = option(12, "act turns in an episode")
     max_act_tokens: int = option(72, "tokens in an act turn; a call cut by the limit is never executed")
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
-    max_tokens: int = option(480, "tokens in an episode; one that reaches a limit is cut and graded as it stands")
+    max_tokens: int = option(480, "tokens in an episode's act row; one that reaches a limit is cut and graded as it is")
     # role-wise GRPO
     rounds: int = option(80, "rounds of rollout and update")
     tasks_per_round: int = option(24, "task instances in a round; each makes one group")
@@ -101,7 +101,7 @@ class Config:
     train_roles: str = option("act,rehearse", "which roles learn", "act,rehearse act rehearse")
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
-    token_budget: int = option(2048, "padded tokens in one forward and backward pass: what fits caches and memory")
+    token_budget: int = option(2048, "padded tokens in one pass of an update: what fits caches and memory")
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
     split: str = option("eval", "which tasks eval and show take", "eval train")
     task: str = option("", "id of the task that show shows; empty for the first of the split")
@@ -111,7 +111,7 @@ class Config:
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
-    rounds=200, token_budget=16384, max_act_tokens=256, max_response_tokens=128, max_tokens=4096, out="runs/gpu")}
+    rounds=200, token_budget=4096, max_act_tokens=256, max_response_tokens=128, max_tokens=4096, out="runs/gpu")}
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
@@ -124,11 +124,12 @@ def check_config(cfg, command):
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
     require(command != "train" or cfg.temperature > 0 and cfg.group > 1,
             "training needs --temperature above 0, and --group of at least 2: episodes are compared within their group")
-    require(cfg.device in ("auto", "cpu") or re.fullmatch(r"cuda(:\d+)?", cfg.device) and torch.cuda.is_available(),
+    require(cfg.device in ("auto", "cpu") or
+            re.fullmatch(r"cuda(:\d+)?", cfg.device) and int(cfg.device[5:] or 0) < torch.cuda.device_count(),
             f"--device {cfg.device}: not auto, cpu, cuda or cuda:N, or a GPU that this torch does not see")
     require(cfg.dtype != "bfloat16" or pick_device(cfg).type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
             "--dtype bfloat16: this CPU lacks it; use float32")
-    require(cfg.thinking == "off" or cfg.rehearsal == "prompted" or cfg.responder == "world",
+    require(cfg.thinking == "off" or cfg.rehearsal == "prompted" or cfg.responder == "world" and command != "train",
             "--thinking on needs --rehearsal prompted: in one row, the rehearse role would read the actor's thoughts")
     require(not cfg.lora or importlib.util.find_spec("peft"), "--lora needs the package peft: pip install peft")
 
@@ -395,9 +396,10 @@ class ChatFormat:
     know. What stands between turns is found by rendering, so that rows grow token by token, never rendered again."""
     def __init__(self, tokenizer, stop_ids, thinking="off"):
         self.tokenizer, self.stop_ids, self.thinking = tokenizer, set(stop_ids), thinking == "on"
-        controls = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-        self.controls = re.compile("|".join(map(re.escape, controls)) or r"(?!)")
-        self.forbidden = set(tokenizer.all_special_ids) - self.stop_ids     # whoever samples one of these forges a turn
+        controls = [text for text in map(str, tokenizer.added_tokens_decoder.values()) if text.strip()]
+        self.controls = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
+        allowed = self.stop_ids | set(self.encode("<think></think><tool_call></tool_call>"))
+        self.forbidden = set(tokenizer.all_special_ids) - allowed           # whoever samples one of these forges a turn
         self.opened, self.missing = {}, set()                               # opening ids by task; see `probe`
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
@@ -445,8 +447,7 @@ class ChatFormat:
         between = both.split(first)[1].split(second)[0] if first in both else "\n</tool_response>\n<tool_response>\n"
         return self.encode(before), self.encode(between), self.encode(after)
     def escape(self, text):
-        """Data made safe for `encode`: control strings come out as plain text (of one character: as `?`, like lone
-        surrogates)."""
+        """Data made safe for `encode`: control strings come out as plain text, those of one character as `?`."""
         text = text.replace(MARK, "").encode("utf-8", "replace").decode("utf-8")
         return self.controls.sub(lambda m: m[0][0] + MARK + m[0][1:] if len(m[0]) > 1 else "?", text)
     def encode(self, text):
@@ -503,12 +504,12 @@ class Policy:
         """Write model (adapters merged) and tokenizer as save_pretrained does; first beside the folder, then there."""
         part, lora = Path(f"{folder}.part"), hasattr(self.model, "merge_and_unload")
         shutil.rmtree(part, ignore_errors=True)
-        (copy.deepcopy(self.model).merge_and_unload() if lora else self.model).save_pretrained(part)
+        (copy.deepcopy(self.model).float().merge_and_unload() if lora else self.model).save_pretrained(part)
         self.tokenizer.save_pretrained(part)
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(part, folder)
     def frozen_copy(self):
-        """The policy as it is before training. Under LoRA: the same weights, without their adapters."""
+        """A frozen copy of the policy as it is. Under LoRA: the same weights, with the adapters switched off."""
         frozen, lora = copy.copy(self), hasattr(self.model, "disable_adapter")
         frozen.adapters = self.model.disable_adapter if lora else contextlib.nullcontext
         frozen.model = self.model if lora else copy.deepcopy(self.model).requires_grad_(False)
@@ -517,19 +518,21 @@ class Policy:
 def load_policy(name, device, cfg=Config()):
     """A policy by name: a folder that save_pretrained wrote, a folder with one GGUF file, a Hugging Face id, or
     random:SHAPE. Raises UserError if it is none of these, or cannot serve."""
-    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and device.type == "cuda"
+    half = cfg.dtype == "bfloat16" or cfg.dtype == "auto" and device.type == "cuda" and cfg.model != "tiny"
     kwargs = {"attn_implementation": cfg.attention, "dtype": torch.bfloat16 if half and cfg.lora else torch.float32}
     ggufs = [] if Path(name, "config.json").exists() else sorted(Path(name).glob("*.gguf"))
-    source = {"gguf_file": ggufs[0].name} if ggufs else {}
+    source, dense = ({"gguf_file": ggufs[0].name}, transformers.GgufConfig(dequantize=True)) if ggufs else ({}, None)
     for package in ("gguf", "accelerate") if ggufs else ():
         require(importlib.util.find_spec(package), f"{name}: a GGUF file needs {package}: pip install {package}")
     try:
         if name.startswith("random:"):
             tokenizer = build_tokenizer([(task, []) for task in load_tasks("toy")])
-            model = random_model(tokenizer, name[7:], cfg)
+            model = random_model(tokenizer, name[7:], cfg).to(kwargs["dtype"])
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
+            kwargs.update({"quantization_config": dense} if dense else {})
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **source, **kwargs)
+        require({*(getattr(model.config, "layer_types", None) or [])} <= {"full_attention"}, "not full attention only")
         if not tokenizer.chat_template:
             print(f"{name}: no chat template; our own serves")
             tokenizer.chat_template = TINY_TEMPLATE
@@ -544,9 +547,8 @@ def load_policy(name, device, cfg=Config()):
             module.training = isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer)
         return policy
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
-        known, reason = Path(name).is_dir() or name.startswith("random:"), (str(error) or repr(error)).strip()
-        raise UserError(f"{name}: cannot be loaded ({reason.splitlines()[0]})" + ("" if known else "; there is no such "
-                        f"folder: train first, name one with --model, or fetch it with network: hf download {name}"))
+        hint = f"; train first, give --model, or with network: hf download {name}" if isinstance(error, OSError) else ""
+        raise UserError(f"{name}: cannot be loaded ({(str(error) or repr(error)).strip().splitlines()[0]}){hint}")
 
 def padded(lists, device):
     """Lists of numbers as one tensor (B, T), zeros at the ends: a causal model cannot look there, so needs no mask."""
@@ -591,8 +593,8 @@ class Stream:
         return self.policy.logits(input_ids=ids, attention_mask=self.mask, position_ids=positions, cache=self.cache,
                                   use_cache=True, logits_to_keep=1)[:, -1].float()                            # (B, V)
     def step(self, episodes, temperature, generator):
-        """Feed the rows of these episodes. Each with nothing left to feed gains a sampled token (the likeliest one if
-        temperature is 0), tagged with its episode's role. Returns the episodes that gained one."""
+        """Feed these episodes' rows their backlog: tokens that are not in the cache yet (a row that waits gets a hole).
+        A row with none left gains a sampled token (the likeliest if temperature is 0). Returns who gained one."""
         speakers = {id(e.open_row): e for e in episodes}
         backlog = [len(row.ids) - n if id(row) in speakers else 0 for row, n in zip(self.rows, self.fed)]
         if not any(backlog):
@@ -646,20 +648,21 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch.
     With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
-    cfg = replace(cfg, max_tokens=min(cfg.max_tokens, policy.positions))
+    positions = min(policy.positions, (simulator or policy).positions)
+    cfg = replace(cfg, max_tokens=min(cfg.max_tokens, positions))
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
         e.over = "truncated" if len(e.row.ids) >= cfg.max_tokens else ""
     live, prompted = [e for e in episodes if not e.over], cfg.rehearsal == "prompted"
-    rows, of_policy = [e.row for e in live], [ACT] if simulator or prompted else [ACT, REHEARSE]
-    streams = [(Stream(policy, rows), of_policy)] if live else []
+    rows, policy_roles = [e.row for e in live], [ACT] if simulator or prompted else [ACT, REHEARSE]
+    streams = [(Stream(policy, rows), policy_roles)] if live else []
     streams += [(Stream(simulator, rows), [REHEARSE])] if live and simulator and not prompted else []
     while live:
         if prompted and all(e.pending and not e.aside for e in live):           # all wait: each rehearses in a new row
             for e in live:
                 policy.chat.open_aside(e)
-                e.over = "truncated" if len(e.aside.ids) + cfg.max_response_tokens > policy.positions else ""
+                e.over = "truncated" if len(e.aside.ids) + cfg.max_response_tokens > positions else ""
             asides = [e.aside for e in live if not e.over]
             streams[1:] = [(Stream(simulator or policy, asides), [REHEARSE])] if asides else []
         for stream, roles in streams:
@@ -716,8 +719,7 @@ def hear(chat, e, text, rehearsed):
     chat.join(e.row, chat.tool_to_tool if e.pending else chat.to_act)
 
 def answer_known(chat, e, rehearsal):
-    """Answer pending calls that need no imagination: all in the real world, else those that do not fit the schemas (a
-    prompted rehearsal is told how to refuse them itself)."""
+    """Answer calls that need no imagination: all in the real world; inline, those that do not fit the schemas."""
     while e.pending and ((error := check_call(e.task.tools, e.pending[0])) and rehearsal == "inline" or e.world):
         hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
@@ -751,7 +753,7 @@ def token_weights(rows, aggregation, roles):
 
 Sample = collections.namedtuple("Sample", "row weights advantages")   # ready for the loss: two more values a token
 def training_samples(episodes, cfg):
-    """The samples of one update. Rows without signal are left out: their gradient is 0, and the weights count them."""
+    """The samples of one update. Rows without signal (gradient 0) are left out; the weights' denominator has them."""
     episodes = [e for e in episodes if e.scored]
     advantages = role_advantages(episodes, cfg.baseline, cfg.scale_advantages)
     roles = {role for role, name in ROLE_NAMES.items() if name in cfg.train_roles.split(",")}
@@ -784,7 +786,7 @@ def surrogate_loss(policy, batch, cfg, reference=None):
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - cfg.clip, 1 + cfg.clip) * advantage)         # (B, T-1)
     loss = -(weight * objective).sum()
     if reference:
-        base = row_logprobs(reference, rows, cfg.temperature).detach()                                        # (B, T-1)
+        base = torch.no_grad()(row_logprobs)(reference, rows, cfg.temperature)                                # (B, T-1)
         gap = torch.where(weight > 0, base - new, 0.0)                                                        # (B, T-1)
         loss = loss + cfg.kl * (weight * (gap.exp() - gap - 1)).sum()
     return loss, ratio.detach(), ((weight > 0) & (objective < ratio * advantage)).detach()
@@ -865,7 +867,8 @@ def script_rows(chat, task, script, rehearsal):
             chat.open_aside(e)
         if tag != CONTEXT:                              # later user turns are opened by the answers before them
             safe = text if tag == ACT else chat.escape(text)
-            e.open_row.extend(chat.encode(safe) + [chat.tokenizer.eos_token_id], tag)
+            end = next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
+            e.open_row.extend(chat.encode(safe) + [end], tag)
             act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
     return e.rows
 
@@ -899,21 +902,20 @@ def random_model(tokenizer, shape, cfg):
         max_position_embeddings=4096, initializer_range=0.06 if shape == "tiny" else 0.02, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation=cfg.attention))
 
-def warm_start(tasks, cfg, device):
+def warm_start(tasks, cfg, device, policy=None):
     """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
     Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
     The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
-    require(all(task.world and task.goal for task in tasks), "--model tiny knows the toy tasks only: name a --model")
+    require(all(task.world and task.goal for task in tasks), "a warm start needs the toy tasks: name a --model")
     corpus = demonstrations(tasks, cfg)
-    if cfg.model == "tiny":
+    if policy is None:
         tokenizer = build_tokenizer(corpus)
         policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
-    else:
-        policy = load_policy(cfg.model, device, cfg)
     rows = (row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal))
     rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
-    settings = [cfg.seed, cfg.hidden, cfg.layers, cfg.heads, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.threads,
-                cfg.model, cfg.lora, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
+    start = [p.double().abs().sum().item() for p in policy.model.parameters()]
+    settings = [start, cfg.seed, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.lora, cfg.dtype, cfg.attention,
+                cfg.threads, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
     contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
     folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
     if not folder.is_dir():
@@ -951,13 +953,13 @@ def train(cfg):
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
-    policy = None if cfg.model == "tiny" or cfg.warm_start else load_policy(cfg.model, device, cfg)
+    policy = None if cfg.model == "tiny" else load_policy(cfg.model, device, cfg)
     run = RunFolder(cfg)                                # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
     probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
-    policy = policy or warm_start(learn, cfg, device)
+    policy = warm_start(learn, cfg, device, policy) if cfg.warm_start or not policy else policy
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
     optimizer = torch.optim.AdamW((p for p in policy.model.parameters() if p.requires_grad), cfg.lr, weight_decay=0.0)
@@ -988,8 +990,7 @@ def frozen_simulator(policy, cfg):
     """The model that answers calls with --responder simulator, else None. It must read the policy's tokens."""
     if cfg.responder != "simulator":
         return None
-    base = cfg.simulator == "base"
-    simulator = policy.frozen_copy() if base else load_policy(cfg.simulator, policy.device, replace(cfg, lora=0))
+    simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device, cfg)
     require(simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab(),
             f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
@@ -1032,7 +1033,6 @@ def round_metrics(episodes, steps, number, world_calls):
     return line
 
 def status_line(m, probe, clock):
-    """What the terminal shows of a round."""
     reward, truth, gap, norm = ("  -  " if value is None else f"{value:5.2f}" for value in (
         m["reward"], m["fidelity"], probe.get("reality_gap"), m["grad_norm"]))
     return (f"round {m['round']:3d}  reward {reward}  no signal {m['no_signal']:4.0%}  fidelity {truth}  reality gap "
@@ -1040,8 +1040,9 @@ def status_line(m, probe, clock):
 
 def peak_memory():
     """The most memory that this process held, in GiB: on the GPU if it used one, else main memory (0 on Windows)."""
-    if torch.cuda.max_memory_allocated() or sys.platform == "win32":
-        return round(torch.cuda.max_memory_allocated() / 2 ** 30, 2)
+    used = sum(torch.cuda.max_memory_allocated(n) for n in range(torch.cuda.device_count()))
+    if used or sys.platform == "win32":
+        return round(used / 2 ** 30, 2)
     import resource                                     # counts KiB, on a Mac bytes
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2 ** (30 if sys.platform == "darwin" else 20), 2)
 
@@ -1116,10 +1117,10 @@ class RunFolder:
     """config.json, metrics.jsonl, episodes.jsonl, checkpoint.pt, and at the end result.json and model/."""
     def __init__(self, cfg):
         self.cfg, self.path = cfg, Path(cfg.out)
-        config, result = self.path / "config.json", self.path / "result.json"
+        config, result, last = (self.path / name for name in ("config.json", "result.json", "checkpoint.pt"))
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            saved = dict(json.loads(config.read_text(encoding="utf-8"))) if config.exists() else asdict(cfg)
+            saved = dict(json.loads(config.read_text("utf-8"))) if last.exists() or result.exists() else asdict(cfg)
             write_json(config, saved)
             self.result = json.loads(result.read_text(encoding="utf-8")) if result.exists() else None
         except (OSError, ValueError, TypeError) as error:
@@ -1144,7 +1145,7 @@ class RunFolder:
         """Load the last checkpoint, if there is one, and drop what was logged after it. Returns the run's state."""
         state = {"round": 0, "base": None, "probe": {}, "world_calls": 0, "skipped": 0}
         if (self.path / "checkpoint.pt").exists():
-            saved = torch.load(self.path / "checkpoint.pt", map_location=policy.device)
+            saved = torch.load(self.path / "checkpoint.pt", map_location="cpu")
             policy.model.load_state_dict(saved["model"], strict=False)
             optimizer.load_state_dict(saved["optimizer"])
             state = saved["state"]
@@ -1262,9 +1263,8 @@ def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
-    preset = Parser(add_help=False, allow_abbrev=False)         # read first: it changes the other flags' defaults
-    preset.add_argument("--preset")
-    preset = PRESETS.get(preset.parse_known_args(arguments)[0].preset, {})
+    preset = re.search(r"--preset[= ](\w+)", " ".join(arguments))       # read first: it changes the others' defaults
+    preset = PRESETS.get(preset[1], {}) if preset else {}
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command, (_, flags, defaults, help) in COMMANDS.items():
@@ -1289,7 +1289,7 @@ def main(arguments=None):
         COMMANDS[command][0](cfg)
         return 0
     except (UserError, torch.OutOfMemoryError) as error:
-        memory = "out of GPU memory: lower --token-budget (the run goes on from its checkpoint) or --tasks-per-round"
+        memory = "out of GPU memory: lower --token-budget (the run goes on) or, with a new --out, --tasks-per-round"
         print(f"error: {error if isinstance(error, UserError) else memory}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

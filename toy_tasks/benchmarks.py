@@ -2,8 +2,8 @@
 import json, math, time
 from pathlib import Path
 import torch, torch.utils.benchmark
-from envace_mini import (JSON_TYPES, WORLDS, Task, UserError, World, load_policy, load_tasks, misfit, peak_memory,
-                         pick_device, require, rollout, seeded, training_samples, update)
+from envace_mini import (CONTEXT, JSON_TYPES, WORLDS, Task, UserError, World, load_policy, load_tasks, misfit,
+                         peak_memory, pick_device, require, rollout, seeded, training_samples, update)
 
 TEXT, LIST, MAP, NUMBER = ({"type": name} for name in ("string", "array", "object", "number"))
 
@@ -79,7 +79,8 @@ def make_task(where, entry):
     return task
 
 def speed(cfg):
-    """Speed, memory and precision of a rollout and an update of a randomly initialised model."""
+    """Speed, memory and precision of a rollout (sampled tokens) and an update (all tokens), with random weights. Such a
+    model never ends a turn: an episode is one act turn of --max-act-tokens, so speeds compare, but are not a run's."""
     device, tasks = pick_device(cfg), load_tasks("toy")[:cfg.tasks_per_round]
     policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
     optimizer, groups = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), [*range(len(tasks))] * cfg.group
@@ -90,10 +91,12 @@ def speed(cfg):
         for n, e in enumerate(episodes):                # it solves nothing: made-up rewards give something to learn
             e.reward = n // len(tasks) % 2
         samples = training_samples(episodes, cfg)
-        _, error, _ = update(policy, optimizer, samples, cfg)
+        require(samples, "nothing to time: --group must be at least 2, and --max-tokens must exceed the prompts")
+        _, error, _ = update(policy, optimizer, samples, cfg) or require(False, "the loss is not finite: lower --lr")
         if device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         end = time.time()
+    sampled = sum(tag != CONTEXT for e in episodes for tag in e.row.tags)
     shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
     parameters = sum(p.numel() for p in policy.model.parameters())
     attention = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
@@ -104,6 +107,6 @@ def speed(cfg):
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model,
         "parameters": parameters, "update_tokens_per_second": round(sum(lengths) / (end - middle)),
-        "rollout_tokens_per_second": round(sum(len(e.row.ids) for e in episodes) / (middle - start)),
+        "rollout_tokens_per_second": round(sampled / (middle - start)),
         "matmul_tflops": round(peak / 1e12, 2), "model_flops_utilisation": round(flops / (end - middle) / peak, 3),
         "peak_memory_gib": peak_memory(), "first_ratio_error": error}
