@@ -82,12 +82,12 @@ class Config:
                             "each response, which may show what the actor must not see", "inline prompted")
     simulator: str = option("base", "with --responder simulator: base (the policy before training), or as --model")
     temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
-    max_turns: int = option(12, "act turns in an episode")
+    max_turns: int = option(9, "act turns in an episode: the longest toy task needs 8, and one mistake is allowed")
     max_act_tokens: int = option(72, "tokens in an act turn; a call cut by the limit is never executed")
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
     max_tokens: int = option(480, "tokens in an episode's act row; one that reaches a limit is cut and graded as it is")
     # role-wise GRPO
-    rounds: int = option(80, "rounds of rollout and update")
+    rounds: int = option(72, "rounds of rollout and update")
     tasks_per_round: int = option(24, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
     minibatches: int = option(4, "optimiser steps a round, each on its share of the groups")
@@ -111,7 +111,7 @@ class Config:
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
-    rounds=200, token_budget=4096, max_act_tokens=256, max_response_tokens=128, max_tokens=4096, out="runs/gpu")}
+    rounds=200, token_budget=4096, max_turns=12, max_act_tokens=256, max_response_tokens=128, max_tokens=4096)}
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
