@@ -1178,7 +1178,6 @@ def command_train(cfg):
           f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
 
 def result_table(result):
-    """The printed table: base, trained and change, over all held-out tasks and by domain."""
     show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
     lines = [f"{'held-out tasks':34}  base  trained  change"]
     for name in ("all", *result["trained"]["by_domain"]):
@@ -1190,7 +1189,6 @@ def result_table(result):
     return "\n".join(lines)
 
 def open_policy(cfg):
-    """(policy, tasks of the split, simulator) for eval and show."""
     policy = load_policy(f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
@@ -1202,7 +1200,8 @@ def command_eval(cfg):
     policy, tasks, simulator = open_policy(cfg)
     samples = cfg.eval_samples if cfg.temperature else 1
     episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
-    print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}")
+    print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}; "
+          f"{mean(e.over == 'truncated' for e in episodes):.0%} truncated")
     for name, part in [("all", episodes), *by_domain(episodes).items()]:
         hits = [sum(e.success for e in part[n:n + samples]) for n in range(0, len(part), samples)]      # of each task
         passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits):.3f}"
@@ -1286,6 +1285,7 @@ def main(arguments=None):
         command, cfg = parse_flags(sys.argv[1:] if arguments is None else arguments)
         check_config(cfg, command)
         torch.set_num_threads(cfg.threads)
+        torch.manual_seed(cfg.seed)                     # for new adapters; all else has generators of its own
         COMMANDS[command][0](cfg)
         return 0
     except (UserError, torch.OutOfMemoryError) as error:
