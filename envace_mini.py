@@ -103,11 +103,11 @@ class Config:
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
     token_budget: int = option(2048, "padded tokens in one pass of an update: what fits caches and memory")
     eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
-    split: str = option("eval", "which tasks eval and show take", "eval train")
-    task: str = option("", "id of the task that show shows; empty for the first of the split")
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
+    split: str = option("eval", "which tasks eval and show take", "eval train")
+    task: str = option("", "id of the task that show shows; empty for the first of the split")
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
@@ -347,8 +347,7 @@ To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>
 SIMULATOR = """You are the environment behind these functions (JSON Schema): {tools}
 Reply to the pending call with what its function returns, one JSON object and nothing else, in keeping with all earlier
 responses. Refuse with {{"error":"bad format"}}, {{"error":"unknown tool"}}, or {{"error":"wrong value of NAME"}} for an
-argument that does not fit. Calls that solve the task: {reference}
-{secret}"""
+argument that does not fit. Calls that solve the task: {reference}\n{secret}"""
 
 @dataclass
 class Turn:
@@ -532,7 +531,8 @@ def load_policy(name, device, cfg=Config()):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
             kwargs.update({"quantization_config": dense} if dense else {})
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **source, **kwargs)
-        require({*(getattr(model.config, "layer_types", None) or [])} <= {"full_attention"}, "not full attention only")
+        full = {*(getattr(model.config, "layer_types", None) or [])} <= {"full_attention"}
+        require(full and len(tokenizer) > 256, "it needs a tokenizer, and layers of full attention only")
         if not tokenizer.chat_template:
             print(f"{name}: no chat template; our own serves")
             tokenizer.chat_template = TINY_TEMPLATE
@@ -979,7 +979,7 @@ def train(cfg):
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
         run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
-        require(state["skipped"] < 10, "no finite loss in 10 steps: stopped, last checkpoint kept; lower --lr")
+        require(state["skipped"] < 10, f"{run.path}: stopped after 10 steps without a finite loss; lower --lr")
         if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
             run.checkpoint(policy, optimizer, state, clock)
     trained = evaluate(policy, held_out, cfg, "trained", cfg.eval_samples)
@@ -1189,7 +1189,8 @@ def result_table(result):
     return "\n".join(lines)
 
 def open_policy(cfg):
-    policy = load_policy(f"{cfg.out}/model" if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
+    trained = str(Path(cfg.out, "model").resolve())
+    policy = load_policy(trained if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
@@ -1247,9 +1248,8 @@ BENCH_FLAGS = """preset seed device threads model dtype attention thinking rehea
     max_response_tokens max_tokens tasks_per_round hidden layers heads gradient_checkpointing lora lr token_budget"""
 SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:15]) + """ out tasks responder simulator temperature baseline split task
     scale_advantages eval_samples"""
-TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
-    "train": (command_train, TRAIN_FLAGS, {}, "train a policy and evaluate it before and after"),
+    "train": (command_train, " ".join([*Config.__annotations__][:-2]), {}, "train a policy, evaluate before and after"),
     "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
     "show": (command_show, SAVED_FLAGS, {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
     "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
@@ -1270,8 +1270,8 @@ def parse_flags(arguments):
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
         for f in [f for f in fields(Config) if f.name in flags.split()]:
             default = {**preset, **defaults}.get(f.name, f.default)
-            kind = {"type": f.type, "choices": f.metadata["choices"]}
-            kind = {"action": argparse.BooleanOptionalAction} if f.type is bool else kind
+            choices, flag = f.metadata["choices"], argparse.BooleanOptionalAction
+            kind = {"action": flag} if f.type is bool else {"type": f.type, "choices": choices}
             about = f"{f.metadata['help']} (default: {'none' if default == '' else default})"
             sub.add_argument("--" + f.name.replace("_", "-"), default=default, help=about, **kind)
     flags = vars(parser.parse_args(arguments))

@@ -14,6 +14,8 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+os.environ["HF_HUB_OFFLINE"] = "1"      # no model is ever fetched here
+
 import pytest
 import torch
 import transformers
@@ -267,8 +269,12 @@ class Table(torch.nn.Module):
     def forward(self, input_ids, **_):
         return SimpleNamespace(logits=self.table[input_ids])
 
+def bare(model):
+    """A policy without chat format."""
+    return SimpleNamespace(model=model, device=CPU, logits=lambda **inputs: model(**inputs).logits)
+
 def table_policy(table):
-    return SimpleNamespace(model=Table(table), device=CPU)
+    return bare(Table(table))
 
 @pytest.fixture
 def double():
@@ -360,8 +366,8 @@ def test_loss_and_gradient_against_a_plain_loop(double, settings):
 
 def test_update_does_not_depend_on_padding_order_or_micro_batches(double, tiny):
     """Loss and gradient of a real Qwen3 in float64: all rows at once, one by one, shuffled, and cut by budgets."""
-    policy = SimpleNamespace(model=copy.deepcopy(tiny.model).double(), device=CPU)
-    reference = SimpleNamespace(model=copy.deepcopy(tiny.model).double(), device=CPU)
+    policy = bare(copy.deepcopy(tiny.model).double())
+    reference = bare(copy.deepcopy(tiny.model).double())
     with torch.no_grad():
         for p in policy.model.parameters():
             p.mul_(1.02)
@@ -1405,7 +1411,7 @@ def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run(run, task_file, mon
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_changes_nothing(tiny, bad):
     """Only one sample's advantage is bad."""
-    policy = SimpleNamespace(model=copy.deepcopy(tiny.model), device=CPU)
+    policy = bare(copy.deepcopy(tiny.model))
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.1)
     samples = E.training_samples(random_episodes(random.Random(0), 100, [10, 20, 12, 9]), E.Config())
     samples[1] = samples[1]._replace(advantages=[bad if weight else 0.0 for weight in samples[1].weights])
