@@ -52,7 +52,7 @@ def option(default, help, choices=""):
 class Config:
     """All settings of a run; each field is a flag of the same name (`--tasks-per-round 12`)."""
     out: str = option("runs/toy", "run folder; the same command goes on with a run that was interrupted")
-    seed: int = option(0, "all random choices follow from it: same seed, same machine, same numbers")
+    seed: int = option(0, "all random choices follow from it: on one machine's CPU, same seed, same numbers")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes the GPU where there is one")
     threads: int = option(2, "CPU threads of torch; more than there are free cores makes it several times slower")
     tasks: str = option("toy", "toy (the suite in toy_tasks/), or a task file or a folder of task files of your own")
@@ -860,14 +860,13 @@ def demonstrations(tasks, cfg):
 
 def script_rows(chat, task, script, rehearsal):
     """The rows that a rollout would have made of a script, with the same tags."""
-    e = Episode(task, 0)
+    e, end = Episode(task, 0), next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
     e.row.extend(chat.opening(task))
     for tag, text in script:
         if tag == REHEARSE and rehearsal == "prompted":
             chat.open_aside(e)
         if tag != CONTEXT:                              # later user turns are opened by the answers before them
             safe = text if tag == ACT else chat.escape(text)
-            end = next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
             e.open_row.extend(chat.encode(safe) + [end], tag)
             act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
     return e.rows
@@ -1189,6 +1188,7 @@ def result_table(result):
     return "\n".join(lines)
 
 def open_policy(cfg):
+    """(policy, tasks of the split, simulator) for eval and show."""
     trained = str(Path(cfg.out, "model").resolve())
     policy = load_policy(trained if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
@@ -1207,7 +1207,7 @@ def command_eval(cfg):
         hits = [sum(e.success for e in part[n:n + samples]) for n in range(0, len(part), samples)]      # of each task
         passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits):.3f}"
                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples]
-        known = [f"fidelity {mean(same for _, same in fidelity(part)):.3f}"] if fidelity(part) else []
+        known = [f"fidelity {mean(same for _, same in pairs):.3f}"] if (pairs := fidelity(part)) else []
         print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
 
 def command_show(cfg):
