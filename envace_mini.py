@@ -31,10 +31,10 @@ import argparse, array, collections, contextlib, copy, hashlib, importlib.util, 
 import shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-import tokenizers, torch, transformers
+import torch, transformers
 from tqdm import tqdm
 
-sys.modules["envace_mini"] = sys.modules[__name__]      # what toy_tasks/benchmarks.py imports, also if run as a program
+sys.modules["envace_mini"] = sys.modules[__name__]      # what toy_tasks/*.py import, also if this is run as a program
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
 
@@ -42,10 +42,12 @@ class UserError(Exception):
     """A mistake of the user's (flag, file, folder): printed as one sentence, exit status 2, no traceback."""
 
 def require(condition, message):
+    """Raise UserError(message) unless the condition holds."""
     if not condition:
         raise UserError(message)
 # ---- 1. Config: every flag, its default and its reason --------------------------------------------------------------
 def option(default, help, choices=""):
+    """A field of Config: its default, the help text of its flag, and its choices as words."""
     return field(default=default, metadata={"help": help, "choices": choices.split() or None})
 
 @dataclass
@@ -73,7 +75,7 @@ class Config:
     warm_steps: int = option(900, "optimiser steps on demonstrations; after too few it cannot copy what it reads")
     warm_batch: int = option(16, "demonstrations a step; small batches and many steps beat large batches here")
     warm_lr: float = option(6e-3, "Muon's learning rate for the matrices; AdamW takes half of it for the rest")
-    blunder: float = option(0.15, "share of demonstrated act turns that are replaced by a wrong one")
+    blunder: float = option(0.17, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
     # the rollout
@@ -87,12 +89,14 @@ class Config:
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
     max_tokens: int = option(480, "tokens in an episode's act row; one that reaches a limit is cut and graded as it is")
     # role-wise GRPO
-    rounds: int = option(72, "rounds of rollout and update")
+    rounds: int = option(75, "rounds of rollout and update")
     tasks_per_round: int = option(24, "task instances in a round; each makes one group")
     group: int = option(10, "episodes of each task instance: they are each other's baseline")
-    minibatches: int = option(4, "optimiser steps a round, each on its share of the groups")
+    minibatches: int = option(8, "optimiser steps a round, each on its share of the groups")
     lr: float = option(4e-4, "AdamW's learning rate in training; it falls to a tenth of this by the last round")
     lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break")
+    adam_eps: float = option(1e-6, "AdamW's eps: gradients far below it move little; at 1e-8 a rare token's tiny ones "
+                             "make full steps, and the tiny model's JSON wears out")
     clip: float = option(0.2, "clip range of the probability ratio")
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
     baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, "
@@ -111,7 +115,8 @@ class Config:
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
-    rounds=200, token_budget=4096, max_turns=12, max_act_tokens=256, max_response_tokens=128, max_tokens=4096)}
+    adam_eps=1e-8, rounds=200, token_budget=4096, max_turns=12, max_act_tokens=256, max_response_tokens=128,
+    max_tokens=4096)}
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
@@ -134,6 +139,7 @@ def check_config(cfg, command):
     require(not cfg.lora or importlib.util.find_spec("peft"), "--lora needs the package peft: pip install peft")
 
 def pick_device(cfg):
+    """The torch device that --device names; auto means the first GPU where there is one."""
     return torch.device(cfg.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
@@ -172,6 +178,7 @@ def read_json(text):
         return None
 
 def tool_call(name, /, **arguments):
+    """A call as it is passed around: {"name": str, "arguments": dict}."""
     return {"name": name, "arguments": arguments}
 
 def misfit(value, schema, name, part="argument"):
@@ -201,8 +208,7 @@ def check_call(tools, call):
     return misfit(call["arguments"], {"additionalProperties": False, **schema}, "arguments")
 
 class World:
-    """A toy environment of one episode: facts that calls read, a state that they change. `oracle(goal, heard)`, the
-    demonstrations' actor, trusts the facts: (call, response) pairs in; calls, an answer (str) or None (no way) out."""
+    """A toy environment of one episode: facts that calls read, and a state that they change."""
     tools, categories, kept, blank = (), (), (), {}     # kept: the categories that calls change, a part of the state
     def __init__(self, task, purpose, facts=None):
         self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
@@ -227,16 +233,6 @@ class Shop(World):
         self.state["coins"] -= self.facts["prices"][item]
         self.state["bought"].append(item)
         return {"bought": item}
-    def oracle(self, goal, heard):
-        kind, *items = goal
-        if kind == "buy":
-            tried = [response for call, response in heard if call["name"] == "buy"]
-            cheapest = tool_call("buy", item=min(items, key=self.facts["prices"].get))
-            return ("done" if "bought" in tried[-1] else "failed") if tried else [cheapest]
-        prices = {call["arguments"]["item"]: response["price"] for call, response in heard if "price" in response}
-        unknown = [tool_call("price", item=item) for item in items if item not in prices]
-        report = " and ".join(str(prices.get(item)) for item in items)
-        return unknown or (min(items, key=prices.get) if kind == "cheapest" else report)
 
 class Bank(World):
     """Balances and transfers; a transfer above the balance changes nothing but is fined for good."""
@@ -250,17 +246,6 @@ class Bank(World):
         self.state["balances"][target] += amount
         self.state["balances"][source] -= amount
         return {"ok": True}
-    def oracle(self, goal, heard):
-        kind, *rest = goal
-        names = rest[:1] if kind == "send" else rest
-        known = {call["arguments"]["name"]: response["balance"] for call, response in heard if "balance" in response}
-        unknown = [tool_call("balance", name=name) for name in names if name not in known]
-        if unknown or kind == "balances":
-            return unknown or " and ".join(str(known[name]) for name in names)
-        source, target, amount = rest
-        transfer = tool_call("transfer", source=source, target=target, amount=amount)
-        done = any(call == transfer for call, _ in heard)
-        return "done" if done else [transfer] if amount <= known[source] else "refused"
 
 class House(World):
     """Rooms, some with walls between them, and items to fetch in few moves: the first step needs the map."""
@@ -274,26 +259,6 @@ class House(World):
             return {"error": "not here"}
         self.state["held"] = sorted(self.state["held"] + [item])
         return {"took": item}
-    def oracle(self, goal, heard):
-        kind, item, *where = goal
-        take, room = tool_call("take", item=item), where[0] if where else self.facts["places"][item]
-        if kind == "fetch" and item in self.state["held"]:
-            return "done"
-        if self.state["room"] != room:
-            direction = self.first_step(room)
-            return direction and [tool_call("go", direction=direction)]
-        tried = kind == "look" and heard and heard[-1][0] == take
-        return ("yes" if "took" in heard[-1][1] else "no") if tried else [take]
-    def first_step(self, goal):
-        """The direction that begins a shortest way to a room (breadth-first search), or None."""
-        queue, first = [self.state["room"]], {self.state["room"]: None}
-        for room in queue:
-            for direction in ("north", "south", "east", "west"):
-                there = self.facts["exits"].get(f"{room} {direction}")
-                if there and there not in first:
-                    first[there] = first[room] or direction
-                    queue.append(there)
-        return first.get(goal)
 
 WORLDS = {"shop": Shop, "bank": Bank, "house": House}
 
@@ -330,6 +295,7 @@ def grade(task, calls, answers):
     return share * all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check), verdicts
 
 def plain(text):
+    """An answer as checks compare it: lower case, single spaces, no full stop at its end."""
     return " ".join(text.casefold().split()).rstrip(".! ")
 # ---- 3. Roles and tokens --------------------------------------------------------------------------------------------
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -374,6 +340,7 @@ class Row:
         self.logprobs += logprobs or [0.0] * len(ids)
 
 def call_text(call):
+    """A call as the policy writes it."""
     return f"<tool_call>{compact({'name': call['name'], 'arguments': call['arguments']})}</tool_call>"
 
 def spoken(text):
@@ -525,7 +492,8 @@ def load_policy(name, device, cfg=Config()):
         require(importlib.util.find_spec(package), f"{name}: a GGUF file needs {package}: pip install {package}")
     try:
         if name.startswith("random:"):
-            tokenizer = build_tokenizer([(task, []) for task in load_tasks("toy")])
+            from toy_tasks import demonstrations
+            tokenizer = demonstrations.build_tokenizer([(task, []) for task in load_tasks("toy")])
             model = random_model(tokenizer, name[7:], cfg).to(kwargs["dtype"])
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
@@ -805,59 +773,6 @@ def update(policy, optimizer, samples, cfg, reference=None):
     optimizer.step()
     return norm, error, cut / sum(weight > 0 for s in samples for weight in s.weights)
 # ---- 7. Warm start --------------------------------------------------------------------------------------------------
-def believe(task, rng, cfg):
-    """The facts of a demonstration: some shuffled where the task allows it, else the truth with stale values in it."""
-    facts = copy.deepcopy(task.facts)
-    fresh = task.shuffle and rng.random() < cfg.fresh
-    for category in task.shuffle if fresh else []:
-        facts[category] = dict(zip(facts[category], rng.sample([*facts[category].values()], len(facts[category]))))
-    for category, stale in [] if fresh else task.stale.items():
-        facts[category].update({key: value for key, value in stale.items() if rng.random() < cfg.stale})
-    return facts
-
-def blunder(task, move, wrong_answers, rng):
-    """A wrong act turn in place of move: the answer to another task, or a call drawn at random from the schemas."""
-    if isinstance(move, str):
-        return rng.choice(wrong_answers[task.domain, task.goal[0][0]])
-    function = rng.choice(task.tools)["function"]
-    return [tool_call(function["name"], **{name: rng.choice(about["enum"]) if "enum" in about else rng.randint(1, 9)
-                                           for name, about in function["parameters"]["properties"].items()})]
-
-def demonstrate(task, rng, cfg, wrong_answers):
-    """A demonstration as [(tag, text)], later user turns tagged CONTEXT; None if the oracle sees no way or is slow."""
-    world, heard, script = WORLDS[task.world](task, "demonstration", believe(task, rng, cfg)), [], []
-    for number, goal in enumerate(task.goal):
-        script += [(CONTEXT, task.user[number])] if number else []
-        move = []
-        while not isinstance(move, str):
-            move = world.oracle(goal, heard)
-            if move is None or len(heard) >= cfg.max_turns:
-                return None
-            if rng.random() < cfg.blunder:
-                move = blunder(task, move, wrong_answers, rng)
-            calls = [] if isinstance(move, str) else move
-            script.append((ACT, "".join(map(call_text, calls)) or move))
-            for call in calls:
-                heard.append((call, world.call(call)))
-                script.append((REHEARSE, compact(heard[-1][1])))
-    return script
-
-def demonstrations(tasks, cfg):
-    """The warm-start corpus: warm_steps x warm_batch pairs (task, script)."""
-    rng, wrong, corpus = random.Random(f"demonstrations {cfg.seed}"), collections.defaultdict(list), []
-    for task in tasks:
-        wrong[task.domain, task.goal[0][0]] += [check["equals"] for check in task.checks if check["kind"] == "answer"]
-    for tried in itertools.count():
-        if len(corpus) == cfg.warm_steps * cfg.warm_batch:
-            return corpus
-        require(tried < 1000 + 10 * len(corpus), "--tasks: the oracle sees no way to solve most of them")
-        task = rng.choice(tasks)
-        try:
-            script = demonstrate(task, rng, cfg, wrong)
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise UserError(f"task {task.id!r}: its 'goal', 'tools' or 'facts' are not what its world's oracle knows")
-        corpus += [(task, script)] if script else []
-
 def script_rows(chat, task, script, rehearsal):
     """The rows that a rollout would have made of a script, with the same tags."""
     e, end = Episode(task, 0), next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
@@ -870,24 +785,6 @@ def script_rows(chat, task, script, rehearsal):
             e.open_row.extend(chat.encode(safe) + [end], tag)
             act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
     return e.rows
-
-def build_tokenizer(corpus):
-    """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, but
-    not what frames calls and turns: names have the same tokens everywhere, so that copying is one rule, not a table."""
-    split, level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
-    texts = ["system\nuser\nassistant\ntool\n"] * 100 + [
-        text for task, script in corpus[:4000] for text in
-        [task.system, compact(task.tools), *task.user, *(re.sub("</?tool_call>", " ", text) for _, text in script)]]
-    pieces = r'\{"name":"|","arguments":\{"|(system|user|assistant|tool)\n' + r"|\s|\d|[^\W\d_]+|[^\w\s]+|_"
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
-        split(tokenizers.Regex(pieces), "isolated"), level(add_prefix_space=False, use_regex=False)])
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
-        vocab_size=1024, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
-        initial_alphabet=level.alphabet(), show_progress=False))
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
-                                                additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
 
 def random_model(tokenizer, shape, cfg):
     """A randomly initialised Qwen3: tiny, of less than a million parameters, or of a shape in SHAPES."""
@@ -906,9 +803,10 @@ def warm_start(tasks, cfg, device, policy=None):
     Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
     The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
     require(all(task.world and task.goal for task in tasks), "a warm start needs the toy tasks: name a --model")
-    corpus = demonstrations(tasks, cfg)
+    from toy_tasks import demonstrations                # imported here, because it imports from this file
+    corpus = demonstrations.corpus(tasks, cfg)          # [(task, [(tag, text)])]
     if policy is None:
-        tokenizer = build_tokenizer(corpus)
+        tokenizer = demonstrations.build_tokenizer(corpus)
         policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
     rows = (row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal))
     rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
@@ -961,7 +859,8 @@ def train(cfg):
     policy = warm_start(learn, cfg, device, policy) if cfg.warm_start or not policy else policy
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
-    optimizer = torch.optim.AdamW((p for p in policy.model.parameters() if p.requires_grad), cfg.lr, weight_decay=0.0)
+    weights = [p for p in policy.model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(weights, cfg.lr, eps=cfg.adam_eps, weight_decay=0.0)
     state = run.resume(policy, optimizer, clock)
     if not state["base"]:
         state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
@@ -1032,6 +931,7 @@ def round_metrics(episodes, steps, number, world_calls):
     return line
 
 def status_line(m, probe, clock):
+    """What a round prints: its metrics, the last look at held-out tasks, speeds."""
     reward, truth, gap, norm = ("  -  " if value is None else f"{value:5.2f}" for value in (
         m["reward"], m["fidelity"], probe.get("reality_gap"), m["grad_norm"]))
     return (f"round {m['round']:3d}  reward {reward}  no signal {m['no_signal']:4.0%}  fidelity {truth}  reality gap "
@@ -1057,6 +957,7 @@ class Clock:
         return round(self.tokens[kind] / self.seconds[kind]) if self.seconds[kind] else 0
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
 def mean(values):
+    """The mean of numbers or truth values; None if there are none."""
     values = list(values)
     return sum(values) / len(values) if values else None
 
@@ -1085,6 +986,7 @@ def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simu
     return done
 
 def by_domain(episodes):
+    """{domain: its episodes}, in alphabetical order."""
     return {name: [e for e in episodes if e.task.domain == name] for name in sorted({e.task.domain for e in episodes})}
 
 def evaluate(policy, tasks, cfg, label, samples, greedy=True):
@@ -1108,6 +1010,7 @@ def pass_at_k(n, correct, k):
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 def write_json(path, content):
+    """Write a JSON file beside its place and move it there, so that it is never half written."""
     part = Path(f"{path}.part")
     part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(part, path)
@@ -1171,12 +1074,14 @@ class RunFolder:
         return result
 # ---- 11. Commands ---------------------------------------------------------------------------------------------------
 def command_train(cfg):
+    """`train`: the whole job and its table."""
     result = train(cfg)
     print(result_table(result))
     print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
           f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
 
 def result_table(result):
+    """A run's result as the table that `train` prints: base, trained, change."""
     show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
     lines = [f"{'held-out tasks':34}  base  trained  change"]
     for name in ("all", *result["trained"]["by_domain"]):
@@ -1198,6 +1103,7 @@ def open_policy(cfg):
     return policy, tasks, frozen_simulator(policy, cfg)
 
 def command_eval(cfg):
+    """`eval`: success of a saved policy, mean and by domain, with pass@k and fidelity."""
     policy, tasks, simulator = open_policy(cfg)
     samples = cfg.eval_samples if cfg.temperature else 1
     episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
@@ -1211,6 +1117,7 @@ def command_eval(cfg):
         print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
 
 def command_show(cfg):
+    """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
     policy, tasks, simulator = open_policy(cfg)
     chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
     require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
@@ -1232,6 +1139,7 @@ def command_show(cfg):
         print("  ".join([f"  {other.reward:.2f}", *values]))
 
 def command_bench(cfg):
+    """`bench`: one JSON line of speed, memory and precision."""
     from toy_tasks import benchmarks
     print(compact(benchmarks.speed(cfg)))
 
@@ -1244,10 +1152,10 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-BENCH_FLAGS = """preset seed device threads model dtype attention thinking rehearsal max_turns max_act_tokens group
-    max_response_tokens max_tokens tasks_per_round hidden layers heads gradient_checkpointing lora lr token_budget"""
-SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:15]) + """ out tasks responder simulator temperature baseline split task
-    scale_advantages eval_samples"""
+BENCH_FLAGS = """preset seed device threads model dtype attention max_act_tokens group max_tokens tasks_per_round hidden
+    layers heads gradient_checkpointing lora lr token_budget"""
+SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:11]) + """ thinking rehearsal max_turns max_response_tokens out tasks
+    responder simulator temperature baseline scale_advantages eval_samples split task"""
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, " ".join([*Config.__annotations__][:-2]), {}, "train a policy, evaluate before and after"),
     "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a policy on one split"),

@@ -21,7 +21,7 @@ import torch
 import transformers
 
 import envace_mini as E
-from toy_tasks import benchmarks
+from toy_tasks import benchmarks, demonstrations
 from envace_mini import ACT, CONTEXT, REHEARSE, tool_call
 
 torch.set_num_threads(1)
@@ -77,8 +77,8 @@ def hand_episode(group, reward, acts=0, rehearsals=0, scored=True, task=None, **
 def tiny():
     """A small untrained policy with a real tokenizer; its weights are large, so that its choices depend on context."""
     cfg = E.Config(hidden=32, layers=2, heads=4, warm_steps=10, warm_batch=8)
-    corpus = E.demonstrations([task for task in E.load_tasks("toy") if task.split == "train"], cfg)
-    tokenizer = E.build_tokenizer(corpus)
+    corpus = demonstrations.corpus([task for task in E.load_tasks("toy") if task.split == "train"], cfg)
+    tokenizer = demonstrations.build_tokenizer(corpus)
     model = E.random_model(tokenizer, "tiny", cfg)
     with torch.no_grad():
         torch.manual_seed(0)
@@ -543,7 +543,7 @@ def test_turns_of_two_roles_stay_apart_without_a_header_between_them():
 def test_demonstrations_have_the_tokens_and_tags_of_a_rollout(tiny):
     """script_row against a rollout in which the same texts are sampled, for demonstrations of all domains."""
     cfg, rng = E.Config(warm_steps=30, warm_batch=10), random.Random(1)
-    corpus = rng.sample(E.demonstrations([task for task in E.load_tasks("toy") if task.split == "train"], cfg), 40)
+    corpus = rng.sample(demonstrations.corpus([task for task in E.load_tasks("toy") if task.split == "train"], cfg), 40)
     assert {task.domain for task, _ in corpus} == set(WORLDS)
     assert any(len(task.user) == 2 for task, _ in corpus)
     turns = [[(tag, text) for tag, text in script if tag != CONTEXT] for _, script in corpus]
@@ -910,8 +910,7 @@ def test_first_step_begins_a_shortest_way(stale):
     exits = task.facts["exits"]
     steps = distances(exits)
     for (room, goal), n in steps.items():
-        task.start = {"room": room}
-        direction = new_world(task).first_step(goal)
+        direction = demonstrations.first_step(exits, room, goal)
         assert (direction is None) == (n in (0, math.inf))
         assert direction is None or steps[exits[f"{room} {direction}"], goal] == n - 1
 
@@ -937,7 +936,7 @@ def test_oracle_with_the_true_facts_scores_one(toy):
     for task in toy:
         world, heard, answers = new_world(task), [], []
         for goal in task.goal:
-            while not isinstance(move := world.oracle(goal, heard), str):
+            while not isinstance(move := demonstrations.ORACLES[task.world](world, goal, heard), str):
                 assert move and len(heard) < 12, task.id
                 heard += [(call, world.call(call)) for call in move]
             answers.append(move)
