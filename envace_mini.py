@@ -18,7 +18,7 @@ One episode, one token sequence; the tags under it say who wrote each token and 
   python envace_mini.py                          train on the toy suite; evaluate in the real toy world before and after
   python envace_mini.py eval --temperature 0     success of the trained policy, greedy (--model FOLDER for any other)
   python envace_mini.py show                     one episode, token by token, and what the world would have said
-  python envace_mini.py train --help             every flag with its default and its reason
+  python envace_mini.py train --help             every flag of training, its default and its reason
 Departures: here                                          in the paper, or in the official reference run
   inline rehearsal by default: one sequence, both roles   each rehearsal is a prompt of its own (--rehearsal prompted)
   a toy suite with worlds, checks in code                 published benchmarks, generated tasks, a model as judge
@@ -26,6 +26,7 @@ Departures: here                                          in the paper, or in th
   a role alone in its group gets advantage 0              it keeps its raw reward
   inline, code refuses calls that do not fit the schemas  the rehearsal decides
   learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
+  AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
 import argparse, array, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
 import shutil, sys, time
@@ -125,10 +126,15 @@ def check_config(cfg, command):
         value, bound = getattr(cfg, f.name), "of at least" if f.name in may_be_zero else "above"
         fits = f.type not in (int, float) or (math.isfinite(value) and value >= 0 and (value or f.name in may_be_zero))
         require(fits, f"--{f.name.replace('_', '-')} must be a number {bound} 0, not {value}")
+        require(f.type is not int or value < 2 ** 31, f"--{f.name.replace('_', '-')} {value}: it must be below 2 ** 31")
     require(max(cfg.blunder, cfg.stale, cfg.fresh) <= 1, "--blunder, --stale and --fresh are shares between 0 and 1")
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
     require(command != "train" or cfg.temperature > 0 and cfg.group > 1,
             "training needs --temperature above 0, and --group of at least 2: episodes are compared within their group")
+    require(command != "train" or cfg.train_roles != "rehearse" or cfg.responder == "rehearsal",
+            "--train-roles rehearse needs --responder rehearsal: nothing else would be trained")
+    require(command != "train" or cfg.minibatches <= cfg.tasks_per_round,
+            f"--minibatches {cfg.minibatches} must not exceed --tasks-per-round {cfg.tasks_per_round}")
     require(cfg.device in ("auto", "cpu") or
             re.fullmatch(r"cuda(:\d+)?", cfg.device) and int(cfg.device[5:] or 0) < torch.cuda.device_count(),
             f"--device {cfg.device}: not auto, cpu, cuda or cuda:N, or a GPU that this torch does not see")
@@ -219,7 +225,7 @@ class World:
         error = check_call(self.schemas, call)
         try:
             return {"error": error} if error else getattr(self, call["name"])(**call["arguments"])
-        except (KeyError, TypeError):                   # a user's schemas may allow what this world does not have
+        except (KeyError, TypeError, AttributeError):   # a user's schemas may allow what this world does not have
             return {"error": "impossible"}
 
 class Shop(World):
@@ -490,6 +496,9 @@ def load_policy(name, device, cfg=Config()):
     source, dense = ({"gguf_file": ggufs[0].name}, transformers.GgufConfig(dequantize=True)) if ggufs else ({}, None)
     for package in ("gguf", "accelerate") if ggufs else ():
         require(importlib.util.find_spec(package), f"{name}: a GGUF file needs {package}: pip install {package}")
+    folder = name.startswith(("/", ".", "~")) or Path(name).is_dir()        # else a Hugging Face id
+    require(name and (not folder or ggufs or Path(name, "config.json").exists()),
+            f"{name or '--model'}: no such folder, or neither config.json nor a GGUF file in it")
     try:
         if name.startswith("random:"):
             from toy_tasks import demonstrations
@@ -515,7 +524,7 @@ def load_policy(name, device, cfg=Config()):
             module.training = isinstance(module, transformers.modeling_layers.GradientCheckpointingLayer)
         return policy
     except Exception as error:                          # the libraries raise many kinds; all mean the same to the user
-        hint = f"; train first, give --model, or with network: hf download {name}" if isinstance(error, OSError) else ""
+        hint = f"; no such folder here; with network: hf download {name}" if isinstance(error, OSError) else ""
         raise UserError(f"{name}: cannot be loaded ({(str(error) or repr(error)).strip().splitlines()[0]}){hint}")
 
 def padded(lists, device):
@@ -597,7 +606,7 @@ class Episode:
     over: str = ""                                     # why it ended: done, malformed, truncated
     reward: float = 0.0
     verdicts: list = field(default_factory=list)
-    scored: bool = True                                # False: could not be graded; left out of baseline and loss
+    scored: bool = True                                # False: a judge failed; left out of baseline and loss
     world: World = None                                # with the real world as responder
     @property
     def role(self):
@@ -730,6 +739,7 @@ def training_samples(episodes, cfg):
     weights = token_weights([row for _, row in rows], cfg.aggregation, roles)
     samples = [Sample(row, row_weights, [advantages.get((i, tag), 0.0) for tag in row.tags])
                for (i, row), row_weights in zip(rows, weights)]
+    samples = [s for s in samples if any(s.weights)]                        # something of it is trained
     return [s for s in samples if cfg.kl or any(weight * value for weight, value in zip(s.weights, s.advantages))]
 
 def micro_batches(samples, token_budget):
@@ -851,6 +861,7 @@ def train(cfg):
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     policy = None if cfg.model == "tiny" else load_policy(cfg.model, device, cfg)
+    simulator = load_simulator(cfg, device)
     run = RunFolder(cfg)                                # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
@@ -858,7 +869,7 @@ def train(cfg):
     probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
     policy = warm_start(learn, cfg, device, policy) if cfg.warm_start or not policy else policy
     clock.lap("warm_start")
-    simulator, reference = frozen_simulator(policy, cfg), policy.frozen_copy() if cfg.kl else None
+    simulator, reference = frozen_simulator(policy, simulator, cfg), policy.frozen_copy() if cfg.kl else None
     weights = [p for p in policy.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, cfg.lr, eps=cfg.adam_eps, weight_decay=0.0)
     state = run.resume(policy, optimizer, clock)
@@ -884,12 +895,16 @@ def train(cfg):
     clock.lap("eval")
     return run.finish(policy, state, trained, clock)
 
-def frozen_simulator(policy, cfg):
-    """The model that answers calls with --responder simulator, else None. It must read the policy's tokens."""
-    if cfg.responder != "simulator":
-        return None
-    simulator = policy.frozen_copy() if cfg.simulator == "base" else load_policy(cfg.simulator, policy.device, cfg)
-    require(simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab(),
+def load_simulator(cfg, device):
+    """The model that --simulator names for --responder simulator; None for any other responder, and for base."""
+    wanted = cfg.responder == "simulator" and cfg.simulator != "base"
+    return load_policy(cfg.simulator, device, cfg) if wanted else None
+
+def frozen_simulator(policy, simulator, cfg):
+    """Who answers calls with --responder simulator, else None: the one loaded, which must read the policy's tokens, or
+    a frozen copy of the policy."""
+    simulator = simulator or (policy.frozen_copy() if cfg.responder == "simulator" else None)
+    require(not simulator or simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab(),
             f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
 
@@ -1047,12 +1062,15 @@ class RunFolder:
         """Load the last checkpoint, if there is one, and drop what was logged after it. Returns the run's state."""
         state = {"round": 0, "base": None, "probe": {}, "world_calls": 0, "skipped": 0}
         if (self.path / "checkpoint.pt").exists():
-            saved = torch.load(self.path / "checkpoint.pt", map_location="cpu")
-            policy.model.load_state_dict(saved["model"], strict=False)
-            optimizer.load_state_dict(saved["optimizer"])
-            state = saved["state"]
-            clock.seconds.update(saved["seconds"])
-            clock.tokens.update(saved["tokens"])
+            try:
+                saved = torch.load(self.path / "checkpoint.pt", map_location="cpu")
+                policy.model.load_state_dict(saved["model"], strict=False)
+                optimizer.load_state_dict(saved["optimizer"])
+                state = saved["state"]
+                clock.seconds.update(saved["seconds"])
+                clock.tokens.update(saved["tokens"])
+            except Exception as error:                  # torch raises many kinds for a damaged file
+                raise UserError(f"{self.path / 'checkpoint.pt'}: cannot be read ({error!r}); delete it or change --out")
             print(f"going on with {self.path} at round {state['round']}")
         for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -1095,12 +1113,13 @@ def result_table(result):
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
     trained = str(Path(cfg.out, "model").resolve())
+    require(cfg.model != "tiny" or Path(trained).is_dir(), f"{trained}: no such folder; train first, or give --model")
     policy = load_policy(trained if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
     tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
-    return policy, tasks, frozen_simulator(policy, cfg)
+    return policy, tasks, frozen_simulator(policy, load_simulator(cfg, policy.device), cfg)
 
 def command_eval(cfg):
     """`eval`: success of a saved policy, mean and by domain, with pass@k and fidelity."""
@@ -1152,14 +1171,18 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-BENCH_FLAGS = """preset seed device threads model dtype attention max_act_tokens group max_tokens tasks_per_round hidden
-    layers heads gradient_checkpointing lora lr token_budget"""
-SAVED_FLAGS = " ".join(BENCH_FLAGS.split()[:11]) + """ thinking rehearsal max_turns max_response_tokens out tasks
-    responder simulator temperature baseline scale_advantages eval_samples split task"""
+MODEL_FLAGS = "preset seed device threads model dtype attention "
+BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round hidden layers heads
+    gradient_checkpointing lora lr token_budget"""
+SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks split responder rehearsal simulator temperature max_turns
+    max_act_tokens max_response_tokens max_tokens tasks_per_round group """
+TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
-    "train": (command_train, " ".join([*Config.__annotations__][:-2]), {}, "train a policy, evaluate before and after"),
-    "eval": (command_eval, SAVED_FLAGS, {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
-    "show": (command_show, SAVED_FLAGS, {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
+    "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
+    "eval": (command_eval, SAVED_FLAGS + "eval_samples", {"model": "tiny", "responder": "world"},
+             "success of a policy on one split"),
+    "show": (command_show, SAVED_FLAGS + "task baseline scale_advantages", {"model": "tiny", "group": 4},
+             "one episode, token by token, and the world"),
     "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):
@@ -1170,8 +1193,8 @@ def parse_flags(arguments):
     """(command, Config) from the command line; no command means train."""
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments = ["train", *arguments]
-    preset = re.search(r"--preset[= ](\w+)", " ".join(arguments))       # read first: it changes the others' defaults
-    preset = PRESETS.get(preset[1], {}) if preset else {}
+    named = re.findall(r"--preset[= ](\w+)", " ".join(arguments))       # read first: it changes the others' defaults
+    preset = PRESETS.get(named[-1], {}) if named else {}
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command, (_, flags, defaults, help) in COMMANDS.items():
@@ -1196,12 +1219,12 @@ def main(arguments=None):
         torch.manual_seed(cfg.seed)                     # for new adapters; all else has generators of its own
         COMMANDS[command][0](cfg)
         return 0
-    except (UserError, torch.OutOfMemoryError) as error:
+    except (UserError, OSError, torch.OutOfMemoryError) as error:           # OSError: a full disk, a closed pipe
         memory = "out of GPU memory: lower --token-budget (the run goes on) or, with a new --out, --tasks-per-round"
-        print(f"error: {error if isinstance(error, UserError) else memory}", file=sys.stderr)
+        print(f"error: {memory if isinstance(error, torch.OutOfMemoryError) else error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nstopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("\nstopped; train goes on from its last checkpoint when the same command is given", file=sys.stderr)
         return 130
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -390,6 +391,13 @@ def test_update_does_not_depend_on_padding_order_or_micro_batches(double, tiny):
         for gradient, first in zip(gradients, results[0][4]):
             assert torch.allclose(gradient, first, rtol=0, atol=1e-6 * first.abs().max().item())
 
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_rows_of_which_nothing_is_trained_make_no_step(kl):
+    """With a KL penalty rows without advantage count, but not those without a token of a role that learns."""
+    silent = [hand_episode(0, reward, acts=2) for reward in (1.0, 0.0)]
+    assert E.training_samples(silent, E.Config(kl=kl, train_roles="rehearse")) == []
+    assert len(E.training_samples(silent, E.Config(kl=kl, train_roles="act"))) == 2
+
 def test_no_signal_no_step(tiny, monkeypatch):
     """Equal rewards everywhere: the weights stay as they are."""
     policy = E.Policy(copy.deepcopy(tiny.model), tiny.tokenizer, CPU)
@@ -541,7 +549,7 @@ def test_turns_of_two_roles_stay_apart_without_a_header_between_them():
     assert [(t.role, t.start, t.end) for t in row.turns] == [(ACT, 1, 4), (REHEARSE, 4, 5)]
 
 def test_demonstrations_have_the_tokens_and_tags_of_a_rollout(tiny):
-    """script_row against a rollout in which the same texts are sampled, for demonstrations of all domains."""
+    """script_rows against a rollout in which the same texts are sampled, for demonstrations of all domains."""
     cfg, rng = E.Config(warm_steps=30, warm_batch=10), random.Random(1)
     corpus = rng.sample(demonstrations.corpus([task for task in E.load_tasks("toy") if task.split == "train"], cfg), 40)
     assert {task.domain for task, _ in corpus} == set(WORLDS)
@@ -1052,6 +1060,8 @@ BROKEN = {
                [{"kind": "state", "equals": {}}]]}
 BROKEN = [(field, {field: value}) for field, values in BROKEN.items() for value in values] + [
     ("tools", {**SHOP, "tools": GOOD["tools"]}), ("facts", {**SHOP, "facts": {}}),
+    ("tools", {"tools": [tool("look", at={"type": "array", "items": 3})]}),
+    ("tools", {"tools": [tool("look", at={"type": "object", "properties": {"x": {"type": "nosuch"}}})]}),
     ("facts", {**SHOP, "facts": {"prices": []}}), ("facts", {**HOUSE, "facts": {"exits": {}}})]
 
 def write_tasks(path, *entries):
@@ -1069,7 +1079,8 @@ def test_broken_tasks_are_refused_by_name(tmp_path, number):
     assert all(word in str(error.value) for word in ("mine.json", f"'{field}'", task))
 
 @pytest.mark.parametrize("text", [
-    "", "{", "[]", "{}", '{"tasks":{}}', '{"tasks":[]}', '{"tasks":[7]}', nested(100_000), "\ud800"], ids=range(9))
+    "", "{", "[]", "{}", '{"tasks":{}}', '{"tasks":[]}', '{"tasks":[7]}', nested(100_000), "\ud800",
+    json.dumps({"tasks": [{**GOOD, "user": ["\ud800"]}]})], ids=range(10))
 def test_broken_files_are_refused_by_name(tmp_path, text):
     (tmp_path / "mine.json").write_bytes(text.encode("utf-8", "surrogatepass"))
     for where in (tmp_path, tmp_path / "mine.json"):
@@ -1394,6 +1405,15 @@ def test_one_step_that_is_not_finite_is_skipped_and_counted(run, task_file, monk
     assert [m["skipped_steps"] for m in metrics] == [0, 1, 0, 0] and [m["steps"] for m in metrics] == [1, 0, 1, 1]
     assert all(torch.isfinite(value).all() for value in weights_of(out).values())
 
+def test_a_damaged_checkpoint_is_named(run, task_file, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    for name in ("config.json", "metrics.jsonl"):
+        shutil.copy(run / name, tmp_path / "run" / name)
+    (tmp_path / "run" / "checkpoint.pt").write_bytes(b"abc")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert "checkpoint.pt" in fails(capsys, *run_flags(task_file, tmp_path / "run"))
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
+
 def test_ten_steps_in_a_row_that_are_not_finite_stop_the_run(run, task_file, monkeypatch, capsys):
     """Three good rounds, then only bad ones: the checkpoint of round 3 is kept, nothing is finished."""
     out = run.parent / "bad steps"
@@ -1423,6 +1443,8 @@ BAD_FLAGS = """
     --train-roles rehearse,act | eval --split test | --seed -1 | --threads 0 | --lr 0 | --lr nan | --kl -0.1 | --clip 0
     --clip inf | --group 1 | --temperature 0 | eval --temperature -1 | --stale 1.5 | --max-turns 0 | --token-budget 0
     --hidden 30 --heads 4 | --device gpu | --device cuda:99 | --tasks nosuch.json | --model nosuch
+    --seed 99999999999999999999 | --threads 99999999999 | --minibatches 30 | --train-roles rehearse --responder world
+    eval --task shop-000 | bench --thinking on | --responder simulator --simulator nosuch
     eval --model nosuch | show --model nosuch | eval --out nosuch""".replace("\n", "|").split("|")[1:]
 
 @pytest.mark.parametrize("command", [command.strip() for command in BAD_FLAGS])
@@ -1487,6 +1509,15 @@ def test_a_simulator_of_another_vocabulary_is_refused(run, tiny, task_file, tmp_
     tiny.save(tmp_path / "model")
     assert str(tmp_path) in fails(capsys, "eval", "--out", run, "--threads", 1, "--tasks", task_file, "--responder",
                                   "simulator", "--simulator", tmp_path / "model")
+
+def test_a_simulator_that_cannot_be_loaded_stops_a_run_before_it_begins(task_file, tmp_path, capsys):
+    out = tmp_path / "runs" / "x"
+    error = fails(capsys, *run_flags(task_file, out, responder="simulator", simulator=tmp_path / "nosuch"))
+    assert "nosuch" in error and not out.parent.exists()
+
+def test_the_last_preset_counts():
+    assert E.parse_flags(["--preset", "gpu", "--preset", "cpu"])[1].model == "tiny"
+    assert E.parse_flags(["--preset=cpu", "--preset=gpu"])[1].model == E.PRESETS["gpu"]["model"]
 
 def test_tiny_needs_tasks_that_can_be_demonstrated(tmp_path, capsys):
     """Tasks without world and goal cannot warm-start the tiny model: said in one sentence."""

@@ -14,7 +14,8 @@ def object_of(required, more=True, /, **properties):
     return {"type": "object", "required": required, "properties": properties, "additionalProperties": more}
 
 # What a task file holds, as JSON Schemas: tools, calls, the value of each kind of check (see `grade`), a task
-ARGUMENT = object_of([], type={"enum": list(JSON_TYPES)}, enum=LIST, minimum=NUMBER)
+ARGUMENT = object_of([], type={"enum": list(JSON_TYPES)}, enum=LIST, minimum=NUMBER, required=list_of(TEXT))
+ARGUMENT["properties"].update(items=ARGUMENT, properties={**MAP, "additionalProperties": ARGUMENT})      # nested alike
 PARAMETERS = object_of([], properties={**MAP, "additionalProperties": ARGUMENT}, required=list_of(TEXT))
 TOOL = object_of(["function"], function=object_of(["name"], name=TEXT, description=TEXT, parameters=PARAMETERS))
 CALL = object_of(["name", "arguments"], name=TEXT, arguments=MAP)
@@ -34,6 +35,7 @@ def load_files(where):
     for file in files:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
+            json.dumps(data, ensure_ascii=False).encode()   # a lone surrogate can stand in JSON, but in no file
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{file}: cannot be read as JSON ({error})")
         require(isinstance(data, dict) and isinstance(data.get("tasks"), list) and data["tasks"],
@@ -80,7 +82,7 @@ def make_task(where, entry):
 
 def speed(cfg):
     """Speed, memory and precision of a rollout (sampled tokens) and an update (all tokens), with random weights. Such a
-    model never ends a turn: an episode is one act turn of --max-act-tokens, so speeds compare, but are not a run's."""
+    model hardly ever ends a turn: an episode is one turn of --max-act-tokens. Speeds compare, but are not a run's."""
     device, tasks = pick_device(cfg), load_tasks("toy")[:cfg.tasks_per_round]
     policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
     optimizer, groups = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), [*range(len(tasks))] * cfg.group

@@ -1,5 +1,6 @@
 """Demonstrations for the warm start of the tiny model: what stands in for pre-training on the toy suite. A scripted
-oracle acts in each toy world, errs at times, and believes stale facts. Imported by `warm_start` only."""
+oracle acts in each toy world, errs at times, and believes stale facts. Imported by `warm_start`, and for the
+tokenizer of random:SHAPE."""
 import collections, copy, itertools, random, re
 import tokenizers, transformers
 from envace_mini import (ACT, CONTEXT, REHEARSE, TINY_TEMPLATE, WORLDS, UserError, call_text, compact, require,
@@ -101,7 +102,8 @@ def corpus(tasks, cfg):
     for tried in itertools.count():
         if len(pairs) == cfg.warm_steps * cfg.warm_batch:
             return pairs
-        require(tried < 1000 + 10 * len(pairs), "--tasks: the oracle sees no way to solve most of them")
+        require(tried < 1000 + 10 * len(pairs), 
+                f"--tasks: the oracle sees no way to solve most of them in --max-turns {cfg.max_turns}")
         task = rng.choice(tasks)
         try:
             script = demonstrate(task, rng, cfg, wrong)
