@@ -102,7 +102,7 @@ def corpus(tasks, cfg):
     for tried in itertools.count():
         if len(pairs) == cfg.warm_steps * cfg.warm_batch:
             return pairs
-        require(tried < 1000 + 10 * len(pairs), 
+        require(tried < 1000 + 10 * len(pairs),
                 f"--tasks: the oracle sees no way to solve most of them in --max-turns {cfg.max_turns}")
         task = rng.choice(tasks)
         try:
