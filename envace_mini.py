@@ -1064,13 +1064,13 @@ class RunFolder:
         if (self.path / "checkpoint.pt").exists():
             try:
                 saved = torch.load(self.path / "checkpoint.pt", map_location="cpu")
-                policy.model.load_state_dict(saved["model"], strict=False)
-                optimizer.load_state_dict(saved["optimizer"])
-                state = saved["state"]
-                clock.seconds.update(saved["seconds"])
-                clock.tokens.update(saved["tokens"])
             except Exception as error:                  # torch raises many kinds for a damaged file
                 raise UserError(f"{self.path / 'checkpoint.pt'}: cannot be read ({error!r}); delete it or change --out")
+            policy.model.load_state_dict(saved["model"], strict=False)
+            optimizer.load_state_dict(saved["optimizer"])
+            state = saved["state"]
+            clock.seconds.update(saved["seconds"])
+            clock.tokens.update(saved["tokens"])
             print(f"going on with {self.path} at round {state['round']}")
         for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
@@ -1186,6 +1186,7 @@ COMMANDS = {  # function, flags, defaults of its own, purpose
     "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):
+    """argparse, whose mistakes are UserErrors like all others."""
     def error(self, message):
         raise UserError(f"{message}; --help lists every flag")
 
