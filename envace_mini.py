@@ -18,6 +18,7 @@ One episode, one token sequence; the tags under it say who wrote each token and 
   python envace_mini.py                          train on the toy suite; evaluate in the real toy world before and after
   python envace_mini.py eval --temperature 0     success of the trained policy, greedy (--model FOLDER for any other)
   python envace_mini.py show                     one episode, token by token, and what the world would have said
+  python envace_mini.py rehearse                 imagine in private, remember, then act once in the real toy world
   python envace_mini.py train --help             every flag of training, its default and its reason
 Departures: here                                          in the paper, or in the official reference run
   inline rehearsal by default: one sequence, both roles   each rehearsal is a prompt of its own (--rehearsal prompted)
@@ -79,6 +80,7 @@ class Config:
     blunder: float = option(0.17, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
+    memories: float = option(0.15, "share of demonstrations with a rehearsal memory, be it good, useless or misleading")
     # the rollout
     responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
@@ -88,7 +90,8 @@ class Config:
     max_turns: int = option(9, "act turns in an episode: the longest toy task needs 8, and one mistake is allowed")
     max_act_tokens: int = option(72, "tokens in an act turn; a call cut by the limit is never executed")
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
-    max_tokens: int = option(480, "tokens in an episode's act row; one that reaches a limit is cut and graded as it is")
+    max_tokens: int = option(480, "tokens in an episode's act row, beside a memory; an episode that reaches a "
+                             "limit is cut and graded as it is")
     # role-wise GRPO
     rounds: int = option(75, "rounds of rollout and update")
     tasks_per_round: int = option(24, "task instances in a round; each makes one group")
@@ -111,7 +114,16 @@ class Config:
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
-    split: str = option("eval", "which tasks eval and show take", "eval train")
+    # private rehearsal
+    rehearsals: int = option(0, "private rehearsals before the one execution that counts; in train: every second "
+                             "group has a memory of so many, and learns what it is worth")
+    mode: str = option("parallel", "parallel: rehearsals know nothing of each other; sequential: each reads the memory "
+                       "of those before it", "parallel sequential")
+    memory: str = option("digest", "who condenses rehearsals: code (digest) or the policy (summary; for real models)",
+                         "digest summary")
+    memory_budget: int = option(240, "tokens of a rehearsal memory")
+    compare: bool = option(False, "all ways to spend 1 to 8 rehearsals, by the run's base and its trained policy")
+    split: str = option("eval", "which tasks eval, show and rehearse take", "eval train")
     task: str = option("", "id of the task that show shows; empty for the first of the split")
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
@@ -121,13 +133,15 @@ PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
-    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "blunder", "stale", "fresh", "lora"}
+    may_be_zero = {"seed", "temperature", "rounds", "kl", "probe_every", "blunder", "stale", "fresh", "lora",
+                   "memories", "rehearsals"}
     for f in fields(cfg):
         value, bound = getattr(cfg, f.name), "of at least" if f.name in may_be_zero else "above"
         fits = f.type not in (int, float) or (math.isfinite(value) and value >= 0 and (value or f.name in may_be_zero))
         require(fits, f"--{f.name.replace('_', '-')} must be a number {bound} 0, not {value}")
         require(f.type is not int or value < 2 ** 31, f"--{f.name.replace('_', '-')} {value}: it must be below 2 ** 31")
-    require(max(cfg.blunder, cfg.stale, cfg.fresh) <= 1, "--blunder, --stale and --fresh are shares between 0 and 1")
+    require(max(cfg.blunder, cfg.stale, cfg.fresh, cfg.memories) <= 1,
+            "--blunder, --stale, --fresh and --memories are shares between 0 and 1")
     require(cfg.hidden % (2 * cfg.heads) == 0, f"--hidden {cfg.hidden} must be a multiple of 2 x --heads {cfg.heads}")
     require(command != "train" or cfg.temperature > 0 and cfg.group > 1,
             "training needs --temperature above 0, and --group of at least 2: episodes are compared within their group")
@@ -164,6 +178,7 @@ class Task:
     reference: list = field(default_factory=list)      # calls that solve it: [{"name", "arguments"}]
     world: str = ""                                    # a key of WORLDS, or nothing: graded by calls and answers alone
     facts: dict = field(default_factory=dict)          # {category: {key: value}}: what is true in the world
+    memory: str = ""                                   # what private rehearsals left behind; part of the prompt
     secret: str = ""                                   # what only the rehearse role may read (prompted rehearsal)
     stale: dict = field(default_factory=dict)          # same shape, wrong values: what demonstrations may believe
     shuffle: list = field(default_factory=list)        # categories whose values demonstrations may permute
@@ -431,7 +446,7 @@ class ChatFormat:
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
         if task not in self.opened:
-            messages = [{"role": "system", "content": self.escape(task.system)},
+            messages = [{"role": "system", "content": self.escape(task.system + task.memory)},
                         {"role": "user", "content": self.escape(task.user[0])}]
             tools = json.loads(self.escape(json.dumps(task.tools, ensure_ascii=False)))
             self.opened[task] = self.encode(self.render(messages, tools))
@@ -626,7 +641,8 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
     positions = min(policy.positions, (simulator or policy).positions)
-    cfg = replace(cfg, max_tokens=min(cfg.max_tokens, positions))
+    more = cfg.memory_budget + 64 if any(task.memory for task in tasks) else 0
+    cfg = replace(cfg, max_tokens=min(cfg.max_tokens + more, positions))
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
         e.world = WORLDS[e.task.world](e.task, purpose) if responder == "world" else None
@@ -826,33 +842,9 @@ def warm_start(tasks, cfg, device, policy=None):
     contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
     folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
     if not folder.is_dir():
-        fit_demonstrations(policy, rows, cfg)
+        demonstrations.fit(policy, rows, cfg)
         policy.save(folder)
     return load_policy(str(folder), device, cfg)
-
-def fit_demonstrations(policy, rows, cfg):
-    """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
-    learn = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
-    matrices = [p for name, p in learn.items() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in learn.items() if p.ndim != 2 or "embed" in name]
-    peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr}
-    peaks.update({torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2} if others else {})      # none in LoRA
-    size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
-    for n in range(0, len(rows), 8 * size):             # rows of similar length side by side, to save padding
-        near = sorted(rows[n:n + 8 * size], key=lambda row: len(row.ids))
-        batches += rng.sample([near[m:m + size] for m in range(0, len(near), size)], -(-len(near) // size))
-    bar = tqdm(batches, desc="warm start", unit="step", disable=None)
-    for step, batch in enumerate(bar):
-        sampled = padded([row.tags for row in batch], policy.device)[:, 1:] != CONTEXT                        # (B, T-1)
-        loss = -row_logprobs(policy, batch, 1.0)[sampled].mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        rate = min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / cfg.warm_steps))    # up, then down
-        for optimizer, peak in peaks.items():
-            optimizer.param_groups[0]["lr"] = peak * rate
-            optimizer.step()
-        policy.model.zero_grad()
-        bar.set_postfix(loss=f"{loss.item():.3f}")
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
@@ -917,6 +909,8 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
     """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
     chosen, before = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                                    # step 1
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
+    if cfg.rehearsals:                                  # every second group acts with a memory of private rehearsals
+        chosen[::2] = private_rehearsal(policy, chosen[::2], cfg, f"round {number}")[0]
     jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
     episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4
     clock.lap("rollout", tokens=sum(len(row.ids) for e in episodes for row in e.rows))
@@ -970,6 +964,70 @@ class Clock:
         self.tokens[kind] += tokens
     def speed(self, kind):
         return round(self.tokens[kind] / self.seconds[kind]) if self.seconds[kind] else 0
+# ---- 9. Private rehearsal and committed execution -------------------------------------------------------------------
+MEMORY = "\n\nPrivate rehearsals, best first:\n{entries}\nNone of this has happened yet. {use}"
+REVISE, EXECUTE = "Rehearse again, and better.", "Now act for real: every action is final."
+SUMMARY = """Below is a task, and what you imagined when you rehearsed it in private.
+Say in a few sentences how to do it when it counts, and what to avoid."""
+
+def plan(e):
+    """All that an episode did, calls and answers, as one text."""
+    return compact([e.calls, e.answers])
+
+def errors(e):
+    """How many of the responses that the actor read were errors."""
+    return sum('"error"' in response for response in e.responses)
+
+def self_judgement(e, pool):
+    """What the policy itself can tell of a rehearsal, to sort by, better is higher: whether it came to its end, errors
+    imagined, how many rehearsals did the same, how likely its act turns were. It asks neither checks nor world."""
+    acted = sum(logprob for logprob, tag in zip(e.row.logprobs, e.row.tags) if tag == ACT)
+    return e.over == "done", -errors(e), sum(plan(other) == plan(e) for other in pool), acted
+
+def digest(pool, budget, size):
+    """(memory entries as text, the rehearsals kept): the best first, every plan once, while size(text) <= budget."""
+    kept, entries = [], []
+    for e in sorted(pool, key=lambda e: self_judgement(e, pool), reverse=True):
+        ending = "unfinished" if e.over != "done" else "with errors" if errors(e) else "well"
+        steps = " ".join(line.partition(": ")[2] for line in e.history)
+        entry = f"{self_judgement(e, pool)[2]} of {len(pool)}, {ending}: {steps}"
+        if plan(e) not in map(plan, kept) and size("\n".join([*entries, entry])) <= budget:
+            kept, entries = [*kept, e], [*entries, entry]
+    return "\n".join(entries), kept
+
+def remember(policy, tasks, pools, cfg, use):
+    """The tasks with a memory of their pools of rehearsals in the prompt, and the rehearsals that each memory keeps.
+    Raises UserError if the budget holds no entry of any; a task whose memory stays empty is left as it is."""
+    size = lambda text: len(policy.chat.encode(policy.chat.escape(text)))
+    texts, kept = zip(*(digest(pool, cfg.memory_budget, size) for pool in pools))
+    require(any(texts) or not any(pools), f"--memory-budget {cfg.memory_budget}: no entry of a memory is so short")
+    texts = summarise(policy, tasks, texts, cfg) if cfg.memory == "summary" and any(texts) else texts
+    return [replace(task, memory=MEMORY.format(entries=text, use=use)) if memory else task
+            for task, text, memory in zip(tasks, texts, kept)], kept
+
+def summarise(policy, tasks, texts, cfg):
+    """The policy's own words for each digest, at most cfg.memory_budget tokens."""
+    writers, chat = [Episode(task, 0) for task in tasks], policy.chat
+    for e, text in zip(writers, texts):
+        e.row.extend(chat.encode(chat.render([{"role": "system", "content": SUMMARY}, {
+            "role": "user", "content": chat.escape(f"{e.task.system}\n{e.task.user[0]}\n\n{text}")}])))
+    stream, live = Stream(policy, [e.row for e in writers]), writers
+    generator = seeded(policy.device, cfg.seed, "summary")
+    while live:
+        stream.step(live, cfg.temperature, generator)
+        live = [e for e in live if e.row.ids[-1] not in chat.stop_ids
+                and e.row.turns[-1].end - e.row.turns[-1].start < cfg.memory_budget]
+    return [spoken(chat.thought + chat.decode(e.row.ids[e.row.turns[-1].start:])).strip() for e in writers]
+
+def private_rehearsal(policy, tasks, cfg, label):
+    """Imagine every task cfg.rehearsals times; the world is not touched. Returns the tasks with a memory for the one
+    committed execution, the rehearsals that each memory keeps, and all of them. Without any, tasks stay as they are."""
+    pools, at_once = [[] for _ in tasks], cfg.rehearsals if cfg.mode == "parallel" else 1
+    for n in range(0, cfg.rehearsals, at_once or 1):
+        guided = remember(policy, tasks, pools, cfg, REVISE)[0] if n else tasks
+        imagined = run_tasks(policy, guided, cfg, "rehearsal", cfg.temperature, f"{label}: rehearsal {n}", at_once)
+        pools = [[*pool, *imagined[m * at_once:(m + 1) * at_once]] for m, pool in enumerate(pools)]
+    return *remember(policy, tasks, pools, cfg, EXECUTE), pools
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
 def mean(values):
     """The mean of numbers or truth values; None if there are none."""
@@ -1157,6 +1215,29 @@ def command_show(cfg):
         values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
         print("  ".join([f"  {other.reward:.2f}", *values]))
 
+def command_rehearse(cfg):
+    if cfg.compare:
+        from toy_tasks import comparison
+        return comparison.command(cfg)
+    policy, tasks, _ = open_policy(cfg)
+    tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
+    require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
+    guided, kept, pools = private_rehearsal(policy, tasks, cfg, "rehearse")
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
+          f"the world so far: {LEDGER['evaluation']}" + (guided[0].memory and f"; a memory:{guided[0].memory}"))
+    executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
+    if len(executed) < len(tasks):
+        print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
+    for e in executed[:1]:
+        print("its execution: " + "; ".join(e.history))
+    dreamt = by_domain([e for pool in pools for e in pool])
+    real, memories = by_domain(executed), by_domain([e for memory in kept for e in memory])
+    for name in {**dreamt, **real}:
+        parts = {"success in the world": mean(e.success for e in real.get(name, [])),
+                 "of the rehearsals": mean(e.success for e in dreamt.get(name, [])),
+                 "responses in memory that are true": mean(same for _, same in fidelity(memories.get(name, [])))}
+        print("  ".join([f"{name:10}", *(f"{key} {value:.3f}" for key, value in parts.items() if value is not None)]))
+
 def command_bench(cfg):
     """`bench`: one JSON line of speed, memory and precision."""
     from toy_tasks import benchmarks
@@ -1176,13 +1257,16 @@ BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round h
     gradient_checkpointing lora lr token_budget"""
 SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks split responder rehearsal simulator temperature max_turns
     max_act_tokens max_response_tokens max_tokens tasks_per_round group """
-TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("split", "task"))
+TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("compare", "split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
     "eval": (command_eval, SAVED_FLAGS + "eval_samples", {"model": "tiny", "responder": "world"},
              "success of a policy on one split"),
     "show": (command_show, SAVED_FLAGS + "task baseline scale_advantages", {"model": "tiny", "group": 4},
              "one episode, token by token, and the world"),
+    "rehearse": (command_rehearse, SAVED_FLAGS.replace("responder", "").replace("simulator", "") + """task eval_samples
+        rehearsals mode memory memory_budget compare""", {"model": "tiny", "rehearsals": 4},
+                 "imagine in private, remember, then act once in the world"),
     "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):

@@ -23,8 +23,8 @@ CHECKS = {"calls": ("calls", list_of(CALL)), "max_calls": ("calls", {"type": "in
           "state": ("equals", MAP)}
 TASK = object_of(["id", "system", "tools", "user", "checks"], False, id=TEXT, system=TEXT, tools=list_of(TOOL),
                  user=list_of(TEXT), checks=list_of(MAP), domain=TEXT, split={"enum": ["train", "eval"]}, world=TEXT,
-                 secret=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP}, start=MAP,
-                 goal=list_of(LIST), stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
+                 secret=TEXT, memory=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP},
+                 start=MAP, goal=list_of(LIST), stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
 
 def load_files(where):
     """The tasks of a JSON file or a folder of them. Raises UserError naming file, task and field."""

@@ -1,10 +1,12 @@
 """Demonstrations for the warm start of the tiny model: what stands in for pre-training on the toy suite. A scripted
 oracle acts in each toy world, errs at times, and believes stale facts. Imported by `warm_start`, and for the
 tokenizer of random:SHAPE."""
-import collections, copy, itertools, random, re
-import tokenizers, transformers
-from envace_mini import (ACT, CONTEXT, REHEARSE, TINY_TEMPLATE, WORLDS, UserError, call_text, compact, require,
-                         tool_call)
+import collections, copy, itertools, math, random, re
+from dataclasses import replace
+import tokenizers, torch, transformers
+from tqdm import tqdm
+from envace_mini import (ACT, CONTEXT, EXECUTE, MEMORY, REHEARSE, REVISE, TINY_TEMPLATE, WORLDS, Episode, UserError,
+                         call_text, compact, digest, padded, parse_act, require, row_logprobs, tool_call)
 
 # Each oracle trusts the facts of its world: goal and (call, response) pairs so far in; calls, an answer, or None out.
 def shop_oracle(world, goal, heard):
@@ -75,9 +77,9 @@ def blunder(task, move, wrong_answers, rng):
     return [tool_call(function["name"], **{name: rng.choice(about["enum"]) if "enum" in about else rng.randint(1, 9)
                                            for name, about in function["parameters"]["properties"].items()})]
 
-def demonstrate(task, rng, cfg, wrong_answers):
+def demonstrate(task, facts, rng, cfg, wrong_answers):
     """A demonstration as [(tag, text)], later user turns tagged CONTEXT; None if the oracle sees no way or is slow."""
-    world, heard, script = WORLDS[task.world](task, "demonstration", believe(task, rng, cfg)), [], []
+    world, heard, script = WORLDS[task.world](task, "demonstration", facts), [], []
     for number, goal in enumerate(task.goal):
         script += [(CONTEXT, task.user[number])] if number else []
         move = []
@@ -94,6 +96,35 @@ def demonstrate(task, rng, cfg, wrong_answers):
                 script.append((REHEARSE, compact(heard[-1][1])))
     return script
 
+def as_episode(task, script):
+    """A demonstration as if it had been a rehearsal; a long one may have been cut by a limit."""
+    e = Episode(task, 0, over="done")
+    for tag, text in script:
+        said = parse_act(text) if tag == ACT else []
+        if isinstance(said, str):
+            e.answers.append(said)
+            e.history.append(f"assistant: {said}")
+        elif tag == REHEARSE:
+            e.responses.append(text)
+            e.history += [f"call: {compact(e.calls[len(e.responses) - 1])}", f"response: {text}"]
+        e.calls += said if isinstance(said, list) else []
+    return e
+
+def with_memory(task, rng, cfg, wrong_answers):
+    """A demonstration with a rehearsal memory: (task, script). Half of these take place in a world whose facts are all
+    shuffled: only the memory, which comes from that same world, tells what to do. In the others the memory is of other
+    beliefs, wholly or in part, and misleads. Agreement and endings of the rehearsals tell which it is."""
+    good, pool = rng.random() < 0.5, []
+    facts = believe(*(replace(task, shuffle=[*task.facts]), rng, replace(cfg, fresh=1.0)) if good else (task, rng, cfg))
+    trust = 0.9 if good else rng.choice([0.0, 0.5])
+    for _ in range(rng.choice([1, 2, 4])):
+        imagined = facts if rng.random() < trust else believe(task, rng, cfg)
+        script = demonstrate(task, imagined, rng, cfg, wrong_answers)
+        pool += [as_episode(task, script)] if script else []
+    entries, _ = digest(pool, cfg.memory_budget, lambda text: len(text) // 3)
+    memory = MEMORY.format(entries=entries, use=rng.choice([REVISE, EXECUTE])) if entries else ""
+    return replace(task, memory=memory), demonstrate(task, facts, rng, cfg, wrong_answers)
+
 def corpus(tasks, cfg):
     """The corpus of the warm start: warm_steps x warm_batch pairs (task, script)."""
     rng, wrong, pairs = random.Random(f"demonstrations {cfg.seed}"), collections.defaultdict(list), []
@@ -106,10 +137,14 @@ def corpus(tasks, cfg):
                 f"--tasks: the oracle sees no way to solve most of them in --max-turns {cfg.max_turns}")
         task = rng.choice(tasks)
         try:
-            script = demonstrate(task, rng, cfg, wrong)
+            if rng.random() < cfg.memories:
+                task, script = with_memory(task, rng, cfg, wrong)
+            else:
+                script = demonstrate(task, believe(task, rng, cfg), rng, cfg, wrong)
         except (KeyError, IndexError, TypeError, ValueError):
             raise UserError(f"task {task.id!r}: its 'goal', 'tools' or 'facts' are not what its world's oracle knows")
         pairs += [(task, script)] if script else []
+
 
 def build_tokenizer(corpus):
     """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, but
@@ -117,7 +152,8 @@ def build_tokenizer(corpus):
     split, level = tokenizers.pre_tokenizers.Split, tokenizers.pre_tokenizers.ByteLevel
     texts = ["system\nuser\nassistant\ntool\n"] * 100 + [
         text for task, script in corpus[:4000] for text in
-        [task.system, compact(task.tools), *task.user, *(re.sub("</?tool_call>", " ", text) for _, text in script)]]
+        [task.system + task.memory, compact(task.tools), *task.user,
+         *(re.sub("</?tool_call>", " ", text) for _, text in script)]]
     pieces = r'\{"name":"|","arguments":\{"|(system|user|assistant|tool)\n' + r"|\s|\d|[^\W\d_]+|[^\w\s]+|_"
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([
@@ -128,3 +164,27 @@ def build_tokenizer(corpus):
         initial_alphabet=level.alphabet(), show_progress=False))
     return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", eos_token="<|im_end|>",
                                                 additional_special_tokens=["<|im_start|>"], chat_template=TINY_TEMPLATE)
+
+def fit(policy, rows, cfg):
+    """Next-token prediction on both roles' turns. Muon on the matrices learns to copy in half of AdamW's steps."""
+    learn = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
+    matrices = [p for name, p in learn.items() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in learn.items() if p.ndim != 2 or "embed" in name]
+    peaks = {torch.optim.Muon(matrices, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"): cfg.warm_lr}
+    peaks.update({torch.optim.AdamW(others, weight_decay=0.0): cfg.warm_lr / 2} if others else {})      # none in LoRA
+    size, rng, batches = cfg.warm_batch, random.Random(f"batches {cfg.seed}"), []
+    for n in range(0, len(rows), 8 * size):             # rows of similar length side by side, to save padding
+        near = sorted(rows[n:n + 8 * size], key=lambda row: len(row.ids))
+        batches += rng.sample([near[m:m + size] for m in range(0, len(near), size)], -(-len(near) // size))
+    bar = tqdm(batches, desc="warm start", unit="step", disable=None)
+    for step, batch in enumerate(bar):
+        sampled = padded([row.tags for row in batch], policy.device)[:, 1:] != CONTEXT                        # (B, T-1)
+        loss = -row_logprobs(policy, batch, 1.0)[sampled].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        rate = min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / cfg.warm_steps))    # up, then down
+        for optimizer, peak in peaks.items():
+            optimizer.param_groups[0]["lr"] = peak * rate
+            optimizer.step()
+        policy.model.zero_grad()
+        bar.set_postfix(loss=f"{loss.item():.3f}")

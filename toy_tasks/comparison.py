@@ -1,0 +1,77 @@
+"""What N private rehearsals are worth, and what they cost: `rehearse --compare`. Every way to spend them (an arm), by a
+run's base and by its trained policy, on the same held-out tasks."""
+import collections, json, statistics
+from dataclasses import replace
+from pathlib import Path
+from envace_mini import (EXECUTE, Config, by_domain, fidelity, load_policy, load_tasks, mean, pick_device, plan,
+                         private_rehearsal, remember, require, run_tasks, self_judgement, warm_start, write_json)
+
+COUNTS = (1, 2, 4, 8)                                   # rehearsals
+
+def command(cfg):
+    """Run all arms with cfg.eval_samples seeds, print the table, and write compare.json into the run folder."""
+    path, device = Path(cfg.out), pick_device(cfg)
+    require((path / "model").is_dir(), f"--out {path}: no finished run, of which to compare base and trained policy")
+    run = Config(**json.loads((path / "config.json").read_text(encoding="utf-8")))
+    tasks = [task for task in load_tasks(run.tasks) if task.world]
+    base = None if run.model == "tiny" else load_policy(run.model, device, run)
+    if run.warm_start or not base:                      # found beside the run, or made again
+        base = warm_start([task for task in tasks if task.split == "train"], replace(run, out=cfg.out), device, base)
+    policies = {"base": base, "trained": load_policy(str((path / "model").resolve()), device, cfg)}
+    held_out = [task for task in tasks if task.split == cfg.split]
+    trials = {name: [one_trial(policy, held_out, replace(cfg, seed=cfg.seed + n), f"{name} {n}")
+                     for n in range(cfg.eval_samples)] for name, policy in policies.items()}
+    result = {name: {arm: summary([trial[arm] for trial in these]) for arm in these[0]}
+              for name, these in trials.items()}
+    write_json(path / "compare.json", {"tasks": len(held_out), "split": cfg.split, "seeds": cfg.eval_samples, **result})
+    print(table(result))
+    print(f"{len(held_out)} {cfg.split} tasks x {cfg.eval_samples} seeds; +- is the standard deviation over seeds; "
+          f"written to {path / 'compare.json'}")
+
+def one_trial(policy, tasks, cfg, label):
+    """{arm: {domain or "all": success, "world calls" and "tokens": a task, "true": of the memory}} for one seed."""
+    arms = {}
+    def note(arm, episodes, pools, kept=()):
+        """Success of the episodes that count; the cost of all of them; the share of true responses in the memories."""
+        spent = sum(len(row.ids) for e in [*episodes, *(e for pool in pools for e in pool)] for row in e.rows)
+        arms[arm] = {"all": mean(e.success for e in episodes), "world calls": mean(len(e.calls) for e in episodes),
+                     "tokens": spent / len(tasks), "true": mean(same for _, same in fidelity(sum(kept, []))),
+                     **{name: mean(e.success for e in part) for name, part in by_domain(episodes).items()}}
+    def execute(jobs, temperature=cfg.temperature):
+        return run_tasks(policy, jobs, cfg, "world", temperature, f"{label}: execution")
+    note("no rehearsal", execute(tasks), [])
+    note("no rehearsal, greedy", execute(tasks, 0.0), [])
+    for mode in ("parallel", "sequential"):
+        _, _, pools = private_rehearsal(policy, tasks, replace(cfg, mode=mode, rehearsals=max(COUNTS)), label)
+        for n in COUNTS:                                # the first n of them are what n rehearsals would have been
+            part = [pool[:n] for pool in pools]
+            guided, kept = remember(policy, tasks, part, cfg, EXECUTE)
+            note(f"{mode} {n}", execute(guided), part, kept)
+            for arm, judge in JUDGES.items() if mode == "parallel" else ():     # execute an imagined plan as it is
+                note(f"{arm} {n}", [max(pool, key=lambda e: judge(e, pool)) for pool in part], part)
+    return arms
+
+JUDGES = {  # which rehearsal is carried out, without looking, in the world
+    "majority of": lambda e, pool: collections.Counter(map(plan, pool))[plan(e)],
+    "best by self-judgement of": self_judgement,
+    "best by the checks (oracle) of": lambda e, pool: e.success}
+
+def summary(trials):
+    """Mean over seeds of every measure, and the deviation of overall success."""
+    values = {key: [trial.get(key) for trial in trials] for key in trials[0]}
+    return {**{key: mean(found) if None not in found else None for key, found in values.items()},
+            "deviation": statistics.stdev(values["all"]) if len(trials) > 1 else None}
+
+def table(result):
+    """The arms as lines: success of base and trained policy, all tasks and by domain, and the costs of the latter."""
+    domains = [key for key in result["base"]["no rehearsal"] if key not in (
+        "all", "world calls", "tokens", "true", "deviation")]
+    show = lambda value, width=5: "-".rjust(width) if value is None else f"{value:{width}.2f}"
+    head = "".join(f"{name:>7}" for name in domains)
+    lines = [f"{'success in the world':34}  base    +-{head}   trained    +-{head}   calls  tokens  memory true"]
+    for arm, trained in result["trained"].items():
+        columns = [show(part["all"], 6) + show(part["deviation"], 6) + "".join(show(part[name], 7) for name in domains)
+                   for part in (result["base"][arm], trained)]
+        costs = f"{show(trained['world calls'], 8)}  {trained['tokens']:6.0f}  {show(trained['true'], 11)}"
+        lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
+    return "\n".join(lines)
