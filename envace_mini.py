@@ -80,7 +80,7 @@ class Config:
     blunder: float = option(0.17, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
-    memories: float = option(0.15, "share of demonstrations with a rehearsal memory, be it good, useless or misleading")
+    memories: float = option(0.0, "share of demonstrations with a rehearsal memory, be it good, useless or misleading")
     # the rollout
     responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
@@ -470,9 +470,6 @@ class ChatFormat:
         row.extend(self.encode(self.escape(text)))
         self.join(row, self.user_to_act)
 # ---- 4. Policy: load, sample, log-probabilities ---------------------------------------------------------------------
-SHAPES = {  # width, width between, layers, heads, key-value heads, width of a head, vocabulary: from config.json
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
-    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152)}
 class Policy:
     """A causal language model and its chat format: actor and world model in one set of weights."""
     def __init__(self, model, tokenizer, device, thinking="off", bfloat16=False):
@@ -518,7 +515,7 @@ def load_policy(name, device, cfg=Config()):
         if name.startswith("random:"):
             from toy_tasks import demonstrations
             tokenizer = demonstrations.build_tokenizer([(task, []) for task in load_tasks("toy")])
-            model = random_model(tokenizer, name[7:], cfg).to(kwargs["dtype"])
+            model = demonstrations.random_model(tokenizer, name[7:], cfg).to(kwargs["dtype"])
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **source)
             kwargs.update({"quantization_config": dense} if dense else {})
@@ -812,18 +809,6 @@ def script_rows(chat, task, script, rehearsal):
             act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
     return e.rows
 
-def random_model(tokenizer, shape, cfg):
-    """A randomly initialised Qwen3: tiny, of less than a million parameters, or of a shape in SHAPES."""
-    tiny = cfg.hidden, 3 * cfg.hidden, cfg.layers, cfg.heads, cfg.heads, cfg.hidden // cfg.heads, len(tokenizer)
-    require(shape in ("tiny", *SHAPES), f"the shapes are tiny, {', '.join(SHAPES)}")
-    width, between, layers, heads, kv_heads, head, vocabulary = tiny if shape == "tiny" else SHAPES[shape]
-    torch.manual_seed(cfg.seed)
-    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
-        vocab_size=vocabulary, hidden_size=width, intermediate_size=between, tie_word_embeddings=True,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
-        max_position_embeddings=4096, initializer_range=0.06 if shape == "tiny" else 0.02, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation=cfg.attention))
-
 def warm_start(tasks, cfg, device, policy=None):
     """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
     Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
@@ -833,7 +818,7 @@ def warm_start(tasks, cfg, device, policy=None):
     corpus = demonstrations.corpus(tasks, cfg)          # [(task, [(tag, text)])]
     if policy is None:
         tokenizer = demonstrations.build_tokenizer(corpus)
-        policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
+        policy = Policy(demonstrations.random_model(tokenizer, "tiny", cfg), tokenizer, device)
     rows = (row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal))
     rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
     start = [p.double().abs().sum().item() for p in policy.model.parameters()]
@@ -1216,6 +1201,7 @@ def command_show(cfg):
         print("  ".join([f"  {other.reward:.2f}", *values]))
 
 def command_rehearse(cfg):
+    """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
     if cfg.compare:
         from toy_tasks import comparison
         return comparison.command(cfg)
@@ -1230,13 +1216,11 @@ def command_rehearse(cfg):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
     for e in executed[:1]:
         print("its execution: " + "; ".join(e.history))
-    dreamt = by_domain([e for pool in pools for e in pool])
-    real, memories = by_domain(executed), by_domain([e for memory in kept for e in memory])
-    for name in {**dreamt, **real}:
-        parts = {"success in the world": mean(e.success for e in real.get(name, [])),
-                 "of the rehearsals": mean(e.success for e in dreamt.get(name, [])),
-                 "responses in memory that are true": mean(same for _, same in fidelity(memories.get(name, [])))}
-        print("  ".join([f"{name:10}", *(f"{key} {value:.3f}" for key, value in parts.items() if value is not None)]))
+    for what, found in (("rehearsed", sum(pools, [])), ("remembered", sum(kept, [])), ("executed", executed)):
+        for name, part in by_domain(found).items():
+            truth = mean(same for _, same in fidelity(part))
+            known = "" if truth is None else f"  fidelity {truth:.3f}"
+            print(f"{what:10}  {name:10} success {mean(e.success for e in part):.3f}{known}")
 
 def command_bench(cfg):
     """`bench`: one JSON line of speed, memory and precision."""

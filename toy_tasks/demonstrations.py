@@ -188,3 +188,19 @@ def fit(policy, rows, cfg):
             optimizer.step()
         policy.model.zero_grad()
         bar.set_postfix(loss=f"{loss.item():.3f}")
+
+SHAPES = {  # width, width between, layers, heads, key-value heads, width of a head, vocabulary: from config.json
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936), "Qwen3-1.7B": (2048, 6144, 28, 16, 8, 128, 151936),
+    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152)}
+
+def random_model(tokenizer, shape, cfg):
+    """A randomly initialised Qwen3: tiny, of less than a million parameters, or of a shape in SHAPES."""
+    tiny = cfg.hidden, 3 * cfg.hidden, cfg.layers, cfg.heads, cfg.heads, cfg.hidden // cfg.heads, len(tokenizer)
+    require(shape in ("tiny", *SHAPES), f"the shapes are tiny, {', '.join(SHAPES)}")
+    width, between, layers, heads, kv_heads, head, vocabulary = tiny if shape == "tiny" else SHAPES[shape]
+    torch.manual_seed(cfg.seed)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=between, tie_word_embeddings=True,
+        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
+        max_position_embeddings=4096, initializer_range=0.06 if shape == "tiny" else 0.02, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation=cfg.attention))
