@@ -137,7 +137,7 @@ def corpus(tasks, cfg):
                 f"--tasks: the oracle sees no way to solve most of them in --max-turns {cfg.max_turns}")
         task = rng.choice(tasks)
         try:
-            if rng.random() < cfg.memories:
+            if cfg.memories and rng.random() < cfg.memories:
                 task, script = with_memory(task, rng, cfg, wrong)
             else:
                 script = demonstrate(task, believe(task, rng, cfg), rng, cfg, wrong)
