@@ -1208,9 +1208,9 @@ def command_rehearse(cfg):
     policy, tasks, _ = open_policy(cfg)
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
-    guided, kept, pools = private_rehearsal(policy, tasks, cfg, "rehearse")
+    before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
     print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
-          f"the world so far: {LEDGER['evaluation']}" + (guided[0].memory and f"; a memory:{guided[0].memory}"))
+          f"the world so far: {LEDGER['evaluation'] - before}" + (guided[0].memory and f"; a memory:{guided[0].memory}"))
     executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
     if len(executed) < len(tasks):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
