@@ -1551,7 +1551,8 @@ SHARED = """out seed device threads tasks model responder simulator temperature 
 TRAINING = ["rounds", "lr", "clip", "aggregation", "warm_steps"]
 
 @pytest.mark.parametrize("command, present, absent", [
-    ("train", [f.name for f in dataclasses.fields(E.Config) if f.name not in ("split", "task")], ["split", "task"]),
+    ("train", [f.name for f in dataclasses.fields(E.Config) if f.name not in ("compare", "split", "task")],
+     ["compare", "split", "task"]),
     ("eval", [*SHARED, "eval_samples"], TRAINING), ("show", [*SHARED, "task", "baseline", "group"], TRAINING)])
 def test_help_lists_every_flag_with_default_and_reason(capsys, monkeypatch, command, present, absent):
     monkeypatch.setenv("COLUMNS", "9999")
