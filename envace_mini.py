@@ -29,7 +29,7 @@ Departures: here                                          in the paper, or in th
   learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
   AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
-import argparse, array, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
+import argparse, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
 import shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -796,40 +796,10 @@ def update(policy, optimizer, samples, cfg, reference=None):
     optimizer.step()
     return norm, error, cut / sum(weight > 0 for s in samples for weight in s.weights)
 # ---- 7. Warm start --------------------------------------------------------------------------------------------------
-def script_rows(chat, task, script, rehearsal):
-    """The rows that a rollout would have made of a script, with the same tags."""
-    e, end = Episode(task, 0), next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
-    e.row.extend(chat.opening(task))
-    for tag, text in script:
-        if tag == REHEARSE and rehearsal == "prompted":
-            chat.open_aside(e)
-        if tag != CONTEXT:                              # later user turns are opened by the answers before them
-            safe = text if tag == ACT else chat.escape(text)
-            e.open_row.extend(chat.encode(safe) + [end], tag)
-            act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
-    return e.rows
-
 def warm_start(tasks, cfg, device, policy=None):
-    """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
-    Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
-    The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
-    require(all(task.world and task.goal for task in tasks), "a warm start needs the toy tasks: name a --model")
-    from toy_tasks import demonstrations                # imported here, because it imports from this file
-    corpus = demonstrations.corpus(tasks, cfg)          # [(task, [(tag, text)])]
-    if policy is None:
-        tokenizer = demonstrations.build_tokenizer(corpus)
-        policy = Policy(demonstrations.random_model(tokenizer, "tiny", cfg), tokenizer, device)
-    rows = (row for task, script in corpus for row in script_rows(policy.chat, task, script, cfg.rehearsal))
-    rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
-    start = [p.double().abs().sum().item() for p in policy.model.parameters()]
-    settings = [start, cfg.seed, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.lora, cfg.dtype, cfg.attention,
-                cfg.threads, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
-    contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
-    folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
-    if not folder.is_dir():
-        demonstrations.fit(policy, rows, cfg)
-        policy.save(folder)
-    return load_policy(str(folder), device, cfg)
+    """The base policy, in place of pre-training; see toy_tasks/demonstrations.py, which imports from this file."""
+    from toy_tasks import demonstrations
+    return demonstrations.warm_start(tasks, cfg, device, policy)
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""

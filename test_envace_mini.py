@@ -557,7 +557,7 @@ def test_demonstrations_have_the_tokens_and_tags_of_a_rollout(tiny):
     turns = [[(tag, text) for tag, text in script if tag != CONTEXT] for _, script in corpus]
     episodes, _ = play(tiny, [task for task, _ in corpus], turns)
     for e, (task, script) in zip(episodes, corpus):
-        row = E.script_rows(tiny.chat, task, script, "inline")[0]
+        row = demonstrations.script_rows(tiny.chat, task, script, "inline")[0]
         assert (row.ids, row.tags, row.turns) == (e.row.ids, e.row.tags, e.row.turns) and e.over == "done"
 
 # ---- 4. the sampler's log-probabilities -----------------------------------------------------------------------------
@@ -1802,7 +1802,7 @@ def test_prompted_rows_are_trained_with_their_roles_advantage(tiny):
 def test_demonstrations_for_prompted_rehearsal(tiny):
     task = make_task(user=["Go.", "And the cup?"], secret=SECRET, reference=[price("hat")])
     script = TWO_TURNS[:4] + [(CONTEXT, "And the cup?")] + TWO_TURNS[4:]
-    rows, e = E.script_rows(tiny.chat, task, script, "prompted"), prompted(tiny, TWO_TURNS)
+    rows, e = demonstrations.script_rows(tiny.chat, task, script, "prompted"), prompted(tiny, TWO_TURNS)
     assert [(row.ids, row.tags) for row in rows] == [(row.ids, row.tags) for row in e.rows]
 
 def test_a_simulator_in_prompted_rehearsal_is_not_trained(tiny):

@@ -1,12 +1,14 @@
 """Demonstrations for the warm start of the tiny model: what stands in for pre-training on the toy suite. A scripted
 oracle acts in each toy world, errs at times, and believes stale facts. Imported by `warm_start`, and for the
 tokenizer of random:SHAPE."""
-import collections, copy, itertools, math, random, re
+import array, collections, copy, hashlib, itertools, math, random, re
 from dataclasses import replace
+from pathlib import Path
 import tokenizers, torch, transformers
 from tqdm import tqdm
-from envace_mini import (ACT, CONTEXT, EXECUTE, MEMORY, REHEARSE, REVISE, TINY_TEMPLATE, WORLDS, Episode, UserError,
-                         call_text, compact, digest, padded, parse_act, require, row_logprobs, tool_call)
+from envace_mini import (ACT, CONTEXT, EXECUTE, MEMORY, REHEARSE, REVISE, TINY_TEMPLATE, WORLDS, Episode, Policy,
+                         UserError, act, call_text, compact, digest, hear, load_policy, padded, parse_act, require,
+                         row_logprobs, tool_call)
 
 # Each oracle trusts the facts of its world: goal and (call, response) pairs so far in; calls, an answer, or None out.
 def shop_oracle(world, goal, heard):
@@ -204,3 +206,37 @@ def random_model(tokenizer, shape, cfg):
         num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head,
         max_position_embeddings=4096, initializer_range=0.06 if shape == "tiny" else 0.02, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, attn_implementation=cfg.attention))
+
+def script_rows(chat, task, script, rehearsal):
+    """The rows that a rollout would have made of a script, with the same tags."""
+    e, end = Episode(task, 0), next((i for i in chat.to_tool if i in chat.stop_ids), chat.tokenizer.eos_token_id)
+    e.row.extend(chat.opening(task))
+    for tag, text in script:
+        if tag == REHEARSE and rehearsal == "prompted":
+            chat.open_aside(e)
+        if tag != CONTEXT:                              # later user turns are opened by the answers before them
+            safe = text if tag == ACT else chat.escape(text)
+            e.open_row.extend(chat.encode(safe) + [end], tag)
+            act(chat, e, text) if tag == ACT else hear(chat, e, text, rehearsed=True)
+    return e.rows
+
+def warm_start(tasks, cfg, device, policy=None):
+    """The base policy: the tiny model after a short supervised training on demonstrations, in place of pre-training.
+    Their oracle errs at times and has stale beliefs, always the same ones: greedy decoding cannot average them away.
+    The result lies beside the run folder, named by a hash of all that it depends on, and is used again."""
+    require(all(task.world and task.goal for task in tasks), "a warm start needs the toy tasks: name a --model")
+    pairs = corpus(tasks, cfg)                          # [(task, [(tag, text)])]
+    if policy is None:
+        tokenizer = build_tokenizer(pairs)
+        policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
+    rows = (row for task, script in pairs for row in script_rows(policy.chat, task, script, cfg.rehearsal))
+    rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
+    start = [p.double().abs().sum().item() for p in policy.model.parameters()]
+    settings = [start, cfg.seed, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.lora, cfg.dtype, cfg.attention,
+                cfg.threads, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
+    contents = b"".join(array.array("q", row.ids + row.tags).tobytes() for row in rows)
+    folder = Path(cfg.out).parent / f"warm_start-{hashlib.sha256(repr(settings).encode() + contents).hexdigest()[:12]}"
+    if not folder.is_dir():
+        fit(policy, rows, cfg)
+        policy.save(folder)
+    return load_policy(str(folder), device, cfg)
