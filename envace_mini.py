@@ -29,8 +29,8 @@ Departures: here                                          in the paper, or in th
   learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
   AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
-import argparse, collections, contextlib, copy, hashlib, importlib.util, itertools, json, math, os, random, re
-import shutil, sys, time
+import argparse, collections, concurrent.futures, contextlib, copy, hashlib, importlib.util, itertools, json, math, os
+import random, re, shutil, sys, time
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 import torch, transformers
@@ -59,7 +59,17 @@ class Config:
     seed: int = option(0, "all random choices follow from it: on one machine's CPU, same seed, same numbers")
     device: str = option("auto", "cpu, cuda or cuda:N; auto takes the GPU where there is one")
     threads: int = option(2, "CPU threads of torch; more than there are free cores makes it several times slower")
-    tasks: str = option("toy", "toy (the suite in toy_tasks/), or a task file or a folder of task files of your own")
+    tasks: str = option("toy", "toy (the suite in toy_tasks/); a task file or a folder of task files of your own; "
+                        "or a benchmark: bfcl:CATEGORY, tau2:DOMAIN, vita:DOMAIN, finmcp:FILE")
+    tasks_dir: str = option("", "folder of a benchmark's data that you have downloaded, where its package lacks them")
+    reward: str = option("auto", "verdict on a benchmark's task: static (ground truth alone), official (its own "
+                         "scorer), judge (a model); auto: official if it has one", "auto static official judge")
+    judge: str = option("", "URL of an OpenAI-compatible endpoint that judges, as http://localhost:8000/v1; its key "
+                        "comes from the environment variable OPENAI_API_KEY")
+    judge_model: str = option("", "the model that judges there")
+    user: str = option("script", "who plays the user of a task that has one: script (nobody: one turn says all), "
+                       "policy, or the URL of an OpenAI-compatible endpoint")
+    user_model: str = option("", "the model that plays the user there")
     preset: str = option("cpu", "defaults of other flags: cpu (tiny model), gpu (Qwen3-0.6B, one card)", "cpu gpu")
     model: str = option("tiny", "tiny (built and warm-started here); a chat model's folder (a GGUF file in it will do) "
                         "or Hugging Face id; random:SHAPE (untrained: Qwen3-0.6B, Qwen3-1.7B, SmolLM2-135M)")
@@ -180,6 +190,10 @@ class Task:
     facts: dict = field(default_factory=dict)          # {category: {key: value}}: what is true in the world
     memory: str = ""                                   # what private rehearsals left behind; part of the prompt
     secret: str = ""                                   # what only the rehearse role may read (prompted rehearsal)
+    history: list = field(default_factory=list)        # messages before the first user turn, in OpenAI's form
+    later: dict = field(default_factory=dict)          # {number of a user turn: tools that exist from then on}
+    speaker: str = ""                                  # a key of USERS: who goes on after the turns in `user`
+    hidden: dict = field(default_factory=dict)         # what a benchmark's world, user, checks know: in no prompt
     stale: dict = field(default_factory=dict)          # same shape, wrong values: what demonstrations may believe
     shuffle: list = field(default_factory=list)        # categories whose values demonstrations may permute
     start: dict = field(default_factory=dict)          # the world's state when the episode begins
@@ -281,22 +295,25 @@ class House(World):
         self.state["held"] = sorted(self.state["held"] + [item])
         return {"took": item}
 
-WORLDS = {"shop": Shop, "bank": Bank, "house": House}
+WORLDS = {"shop": Shop, "bank": Bank, "house": House}       # toy_tasks/benchmarks.py adds to these three:
+VERDICTS = {}           # {kind of check: function(episode, check) -> verdict in [0, 1], None where none could be had}
+USERS = {}              # {speaker: function(policy, episodes, cfg, generator) -> their next user turns, None to end}
 
-def load_tasks(where):
-    """The tasks of the toy suite, or of a JSON file or folder of the user's, every field of which is checked."""
+def load_tasks(where, cfg=None):
+    """The tasks of the toy suite, of a JSON file or folder of the user's (every field is checked), of a benchmark."""
     if where != "toy":
-        from toy_tasks import benchmarks
-        return benchmarks.load_files(where)
+        from toy_tasks import own_tasks
+        return own_tasks.load(where, cfg or Config(tasks=where))
     files = sorted((Path(__file__).parent / "toy_tasks").glob("*.json"))
     contents = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
     return [Task(**{"domain": name, **data, **task}) for name, data in contents.items() for task in data.pop("tasks")]
 
-def grade(task, calls, answers):
+def grade(task, calls, answers, episode=None):
     """(reward in [0, 1], a verdict for each check). Checks read the actor's calls and answers, and the state that a new
     World reaches when the calls are replayed in it; no response, rehearsed or real, is ever read. Kinds: `calls` (all
     were made), `max_calls` (no more than that), `answer` (to a user turn, the last if not said), `state` (these keys of
-    the world's). A check without a weight must hold, or the reward is 0; those with one share the reward by weight."""
+    the world's), and those of VERDICTS, which read the whole episode. Verdicts of checks without a weight are factors
+    of the reward; those with one share it by weight. Without a verdict (a judge is down) the reward is None."""
     world = WORLDS[task.world](task, "grading") if any(check["kind"] == "state" for check in task.checks) else None
     for call in calls if world else []:
         world.call(call)
@@ -309,11 +326,15 @@ def grade(task, calls, answers):
             verdicts.append(len(calls) <= check["calls"])
         elif check["kind"] == "state":
             verdicts.append(all(world.state.get(key) == value for key, value in check["equals"].items()))
+        elif check["kind"] in VERDICTS:
+            verdicts.append(VERDICTS[check["kind"]](episode, check))
         else:
             verdicts.append(plain(answers[check.get("turn", -1)]) == plain(check["equals"]))
     weights = [check.get("weight", 0.0) for check in task.checks]
-    share = sum(w for w, ok in zip(weights, verdicts) if ok) / sum(weights) if any(weights) else 1.0
-    return share * all(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check), verdicts
+    if None in verdicts:
+        return None, verdicts
+    share = sum(w * ok for w, ok in zip(weights, verdicts)) / sum(weights) if any(weights) else 1.0
+    return share * math.prod(ok for ok, check in zip(verdicts, task.checks) if "weight" not in check), verdicts
 
 def plain(text):
     """An answer as checks compare it: lower case, single spaces, no full stop at its end."""
@@ -446,14 +467,15 @@ class ChatFormat:
     def opening(self, task):
         """Ids of the system text, the tools, the first user turn and the header of the first act turn."""
         if task not in self.opened:
-            messages = [{"role": "system", "content": self.escape(task.system + task.memory)},
-                        {"role": "user", "content": self.escape(task.user[0])}]
-            tools = json.loads(self.escape(json.dumps(task.tools, ensure_ascii=False)))
+            messages = [{"role": "system", "content": task.system + task.memory}, *task.history,
+                        {"role": "user", "content": task.user[0]}]
+            messages, tools = (json.loads(self.escape(json.dumps(part, ensure_ascii=False)))
+                               for part in (messages, task.tools))
             self.opened[task] = self.encode(self.render(messages, tools))
         return list(self.opened[task])
     def open_aside(self, e):
         """Open a row for a prompted rehearsal: instruction, schemas, reference, secret; all that was said; the call."""
-        system = SIMULATOR.format(tools=compact([tool["function"] for tool in e.task.tools]), secret=e.task.secret,
+        system = SIMULATOR.format(tools=compact([tool["function"] for tool in e.tools]), secret=e.task.secret,
                                   reference=compact(e.task.reference))
         said = "\n".join([f"user: {e.task.user[0]}", *e.history, f"pending call: {compact(e.pending[0])}"])
         e.aside = Row()
@@ -611,14 +633,15 @@ class Episode:
     responses: list = field(default_factory=list)      # texts, one for each call that was answered
     rehearsed: list = field(default_factory=list)      # whether a model imagined that response
     answers: list = field(default_factory=list)        # one for each user turn that was brought to its end
+    ends: list = field(default_factory=list)           # how many calls had been made by then
     history: list = field(default_factory=list)        # what was said so far, a line each: all but thoughts
     asides: list = field(default_factory=list)         # rows of prompted rehearsals, one for each response
     aside: Row = None                                  # the one of them that is being written
     pending: list = field(default_factory=list)        # calls that wait for a response
+    waiting: bool = False                              # for a user who is played by a model
     over: str = ""                                     # why it ended: done, malformed, truncated
-    reward: float = 0.0
+    reward: float = 0.0                                # None: there is no verdict; left out of baseline and loss
     verdicts: list = field(default_factory=list)
-    scored: bool = True                                # False: a judge failed; left out of baseline and loss
     world: World = None                                # with the real world as responder
     @property
     def role(self):
@@ -630,8 +653,15 @@ class Episode:
     def open_row(self):
         return self.aside or self.row
     @property
+    def tools(self):
+        later = [tools for turn, tools in self.task.later.items() if int(turn) <= len(self.answers)]
+        return sum(later, self.task.tools)
+    @property
+    def scored(self):
+        return self.reward is not None
+    @property
     def success(self):
-        return self.over == "done" and all(self.verdicts)
+        return self.over == "done" and all(v == 1 for v in self.verdicts) if self.scored else None
 
 def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, simulator=None, purpose="rollout"):
     """One graded episode for every entry of tasks, all side by side: some act while others rehearse, in one batch.
@@ -660,10 +690,15 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
             speakers = [e for e in live if e.role in roles and not e.over]      # act, or rehearse what the call induces
             for e in stream.step(speakers, temperature, generator):
                 end_turn(policy.chat, e, cfg)
+        asked = [e for e in live if e.waiting and not e.over]
+        for e, text in zip(asked, USERS[asked[0].task.speaker](policy, asked, cfg, generator) if asked else []):
+            go_on(policy.chat, e, text)
         live = [e for e in live if not e.over]
-    for e in episodes:
-        e.reward, e.verdicts = grade(e.task, e.calls, e.answers)
-        e.reward = 0.0 if e.over == "malformed" else e.reward
+    outside = any(check["kind"] in VERDICTS for task in tasks for check in task.checks)
+    with concurrent.futures.ThreadPoolExecutor(16 if outside else 1) as threads:        # a judge takes its time
+        for e, (reward, e.verdicts) in zip(episodes, threads.map(
+                lambda e: grade(e.task, e.calls, e.answers, e), episodes)):
+            e.reward = 0.0 if e.over == "malformed" else reward
     return episodes
 
 def end_turn(chat, e, cfg):
@@ -692,12 +727,18 @@ def act(chat, e, text):
         e.calls, e.pending = e.calls + said, list(said)
         chat.join(e.row, chat.to_tool)
     else:
-        e.answers.append(said)
+        e.answers, e.ends = [*e.answers, said], [*e.ends, len(e.calls)]
         e.history.append(f"assistant: {said}")
-        e.over = "done" if len(e.answers) == len(e.task.user) else ""
-        if not e.over:
-            e.history.append(f"user: {e.task.user[len(e.answers)]}")
-            chat.add_user(e.row, e.task.user[len(e.answers)])
+        e.waiting = bool(e.task.speaker) and len(e.answers) >= len(e.task.user)
+        if not e.waiting:
+            go_on(chat, e, next(iter(e.task.user[len(e.answers):]), None))
+
+def go_on(chat, e, text):
+    """The user's next turn; None ends the episode."""
+    e.waiting, e.over = False, "done" if text is None else ""
+    if not e.over:
+        e.history.append(f"user: {text}")
+        chat.add_user(e.row, text)
 
 def hear(chat, e, text, rehearsed):
     """Take a response, whose tokens stand in the row if it was rehearsed inline, and open the next turn."""
@@ -710,7 +751,7 @@ def hear(chat, e, text, rehearsed):
 
 def answer_known(chat, e, rehearsal):
     """Answer calls that need no imagination: all in the real world; inline, those that do not fit the schemas."""
-    while e.pending and ((error := check_call(e.task.tools, e.pending[0])) and rehearsal == "inline" or e.world):
+    while e.pending and ((error := check_call(e.tools, e.pending[0])) and rehearsal == "inline" or e.world):
         hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 def role_advantages(episodes, baseline, scale=False):
@@ -803,7 +844,7 @@ def warm_start(tasks, cfg, device, policy=None):
 # ---- 8. Training loop -----------------------------------------------------------------------------------------------
 def train(cfg):
     """The whole job: base policy, evaluation, rounds of rehearsal and update, evaluation. Returns the run's result."""
-    device, tasks = pick_device(cfg), load_tasks(cfg.tasks)
+    device, tasks = pick_device(cfg), load_tasks(cfg.tasks, cfg)
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
@@ -815,6 +856,7 @@ def train(cfg):
         return run.result
     probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
     policy = warm_start(learn, cfg, device, policy) if cfg.warm_start or not policy else policy
+    learn, held_out, probed = (fitting(policy, part, cfg) for part in (learn, held_out, probed))
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, simulator, cfg), policy.frozen_copy() if cfg.kl else None
     weights = [p for p in policy.model.parameters() if p.requires_grad]
@@ -854,6 +896,15 @@ def frozen_simulator(policy, simulator, cfg):
     require(not simulator or simulator.tokenizer.get_vocab() == policy.tokenizer.get_vocab(),
             f"--simulator {cfg.simulator}: its tokenizer is not the policy's")
     return simulator
+
+def fitting(policy, tasks, cfg):
+    """The tasks whose prompt leaves room for an act turn; says how many do not."""
+    limit = min(cfg.max_tokens, policy.positions) - cfg.max_act_tokens
+    fit = [task for task in tasks if len(policy.chat.opening(task)) <= limit]
+    if len(fit) < len(tasks):
+        print(f"{len(tasks) - len(fit)} of {len(tasks)} tasks are left out: the prompt is too long for --max-tokens")
+    require(fit or not tasks, "--max-tokens: no task's prompt leaves room for --max-act-tokens")
+    return fit
 
 def choose_tasks(tasks, cfg, number):
     """The tasks of one round: every task comes once before any comes again, in an order fixed by the seed."""
@@ -962,16 +1013,22 @@ def remember(policy, tasks, pools, cfg, use):
 
 def summarise(policy, tasks, texts, cfg):
     """The policy's own words for each digest, at most cfg.memory_budget tokens."""
-    writers, chat = [Episode(task, 0) for task in tasks], policy.chat
-    for e, text in zip(writers, texts):
-        e.row.extend(chat.encode(chat.render([{"role": "system", "content": SUMMARY}, {
-            "role": "user", "content": chat.escape(f"{e.task.system}\n{e.task.user[0]}\n\n{text}")}])))
-    stream, live = Stream(policy, [e.row for e in writers]), writers
+    prompts = [[{"role": "system", "content": SUMMARY},
+                {"role": "user", "content": f"{task.system}\n{task.user[0]}\n\n{text}"}]
+               for task, text in zip(tasks, texts)]
     generator = seeded(policy.device, cfg.seed, "summary")
+    return compose(policy, prompts, cfg.memory_budget, cfg.temperature, generator)
+
+def compose(policy, prompts, limit, temperature, generator):
+    """What the policy writes in reply to each prompt (a list of messages), at most limit tokens."""
+    writers, chat = [Episode(None, 0) for _ in prompts], policy.chat
+    for e, messages in zip(writers, prompts):
+        e.row.extend(chat.encode(chat.render([{**m, "content": chat.escape(m["content"])} for m in messages])))
+    stream, live = Stream(policy, [e.row for e in writers]), writers
     while live:
-        stream.step(live, cfg.temperature, generator)
-        live = [e for e in live if e.row.ids[-1] not in chat.stop_ids
-                and e.row.turns[-1].end - e.row.turns[-1].start < cfg.memory_budget]
+        stream.step(live, temperature, generator)
+        live = [e for e in live if e.row.ids[-1] not in chat.stop_ids and not (
+            e.row.turns and e.row.turns[-1].end - e.row.turns[-1].start >= limit)]
     return [spoken(chat.thought + chat.decode(e.row.ids[e.row.turns[-1].start:])).strip() for e in writers]
 
 def private_rehearsal(policy, tasks, cfg, label):
@@ -985,8 +1042,8 @@ def private_rehearsal(policy, tasks, cfg, label):
     return *remember(policy, tasks, pools, cfg, EXECUTE), pools
 # ---- 10. Evaluation, logging, checkpoints ---------------------------------------------------------------------------
 def mean(values):
-    """The mean of numbers or truth values; None if there are none."""
-    values = list(values)
+    """The mean of numbers or truth values, of those that are not None; None if there are none."""
+    values = [value for value in values if value is not None]
     return sum(values) / len(values) if values else None
 
 def seeded(device, *names):
@@ -1128,8 +1185,9 @@ def open_policy(cfg):
     trained = str(Path(cfg.out, "model").resolve())
     require(cfg.model != "tiny" or Path(trained).is_dir(), f"{trained}: no such folder; train first, or give --model")
     policy = load_policy(trained if cfg.model == "tiny" else cfg.model, pick_device(cfg), cfg)
-    tasks = [task for task in load_tasks(cfg.tasks) if task.split == cfg.split]
+    tasks = [task for task in load_tasks(cfg.tasks, cfg) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
+    tasks = fitting(policy, tasks, cfg)
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
     return policy, tasks, frozen_simulator(policy, load_simulator(cfg, policy.device), cfg)
@@ -1142,11 +1200,16 @@ def command_eval(cfg):
     print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}; "
           f"{mean(e.over == 'truncated' for e in episodes):.0%} truncated")
     for name, part in [("all", episodes), *by_domain(episodes).items()]:
-        hits = [sum(e.success for e in part[n:n + samples]) for n in range(0, len(part), samples)]      # of each task
-        passes = [f"pass@{k} {mean(pass_at_k(samples, n, k) for n in hits):.3f}"
-                  for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples]
+        tries = [[e.success for e in part[n:n + samples] if e.scored] for n in range(0, len(part), samples)]
+        chances = {k: mean(pass_at_k(len(hits), sum(hits), k) for hits in tries if len(hits) >= k)
+                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples}
+        passes = [f"pass@{k} {chance:.3f}" for k, chance in chances.items() if chance is not None]
         known = [f"fidelity {mean(same for _, same in pairs):.3f}"] if (pairs := fidelity(part)) else []
-        print("  ".join([f"{name:10} success {mean(e.success for e in part):.3f}", *passes, *known]))
+        success = mean(e.success for e in part)
+        print("  ".join([f"{name:10} success {'-' if success is None else f'{success:.3f}'}", *passes, *known]))
+    if any(task.hidden for task in tasks):
+        from toy_tasks import benchmarks
+        print(benchmarks.report(episodes, samples, cfg))
 
 def command_show(cfg):
     """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
@@ -1165,16 +1228,17 @@ def command_show(cfg):
               f"the world: {'the same' if same else truth}")
     for check, verdict in zip(e.task.checks, e.verdicts):
         print(f"{'pass' if verdict else 'FAIL'}  {compact(check)}")
-    print(f"ended: {e.over}; reward {e.reward:.2f}\nthe group (reward, advantage of act, of rehearse):")
-    for i, other in enumerate(group):
+    shown = ["no verdict" if other.reward is None else f"{other.reward:.2f}" for other in group]
+    print(f"ended: {e.over}; reward {shown[0]}\nthe group (reward, advantage of act, of rehearse):")
+    for i in range(len(group)):
         values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
-        print("  ".join([f"  {other.reward:.2f}", *values]))
+        print("  ".join([f"  {shown[i]}", *values]))
 
 def command_rehearse(cfg):
     """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
     if cfg.compare:
-        from toy_tasks import comparison
-        return comparison.command(cfg)
+        from toy_tasks import measurements
+        return measurements.compare(cfg)
     policy, tasks, _ = open_policy(cfg)
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
@@ -1194,8 +1258,8 @@ def command_rehearse(cfg):
 
 def command_bench(cfg):
     """`bench`: one JSON line of speed, memory and precision."""
-    from toy_tasks import benchmarks
-    print(compact(benchmarks.speed(cfg)))
+    from toy_tasks import measurements
+    print(compact(measurements.speed(cfg)))
 
 def paint_row(policy, row):
     """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
@@ -1209,8 +1273,9 @@ def paint_row(policy, row):
 MODEL_FLAGS = "preset seed device threads model dtype attention "
 BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round hidden layers heads
     gradient_checkpointing lora lr token_budget"""
-SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks split responder rehearsal simulator temperature max_turns
-    max_act_tokens max_response_tokens max_tokens tasks_per_round group """
+SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks tasks_dir reward judge judge_model user user_model split
+    responder rehearsal simulator temperature max_turns max_act_tokens max_response_tokens max_tokens tasks_per_round
+    group """
 TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("compare", "split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),

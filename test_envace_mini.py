@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import envace_mini as E
-from toy_tasks import benchmarks, comparison, demonstrations
+from toy_tasks import demonstrations, measurements, own_tasks
 from envace_mini import ACT, CONTEXT, REHEARSE, tool_call
 
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def make_task(world="shop", **changes):
     """A valid task in one of the small worlds above."""
     entry = {"id": f"{world}-test", "system": f"A {world}.", "user": ["Go."], "world": world, "domain": world,
              "checks": [{"kind": "answer", "equals": "done"}], **WORLDS[world], **changes}
-    return benchmarks.make_task("test", entry)
+    return own_tasks.make_task("test", entry)
 
 def new_world(task):
     return E.WORLDS[task.world](task, "evaluation")
@@ -70,9 +70,9 @@ def hand_row(*parts):
         row.extend(list(ids), tag, [-1.0] * len(ids) if tag else None)
     return row
 
-def hand_episode(group, reward, acts=0, rehearsals=0, scored=True, task=None, **more):
+def hand_episode(group, reward, acts=0, rehearsals=0, task=None, **more):
     parts = [(ACT, [1]), (CONTEXT, [0])] * acts + [(REHEARSE, [2]), (CONTEXT, [0])] * rehearsals
-    return E.Episode(task, group, hand_row(*parts), reward=reward, scored=scored, **more)
+    return E.Episode(task, group, hand_row(*parts), reward=reward, **more)
 
 @pytest.fixture(scope="session")
 def tiny():
@@ -204,7 +204,7 @@ def test_a_role_alone_in_its_group_gets_zero(baseline):
 @pytest.mark.parametrize("baseline", ["turn", "trajectory", "pooled"])
 def test_an_unscored_episode_takes_no_part(baseline):
     scored = [hand_episode(0, 1.0, 2), hand_episode(0, 0.0, 2)]
-    episodes = [hand_episode(0, 0.0, 9, 9, scored=False), *scored]
+    episodes = [hand_episode(0, None, 9, 9), *scored]
     assert E.role_advantages(episodes, baseline) == {(1, ACT): 0.5, (2, ACT): -0.5}
     samples = E.training_samples(episodes, E.Config(baseline=baseline, aggregation="turn"))
     assert [s.row for s in samples] == [e.row for e in scored]
@@ -1694,7 +1694,7 @@ def test_order_of_keys_does_not_matter(monkeypatch):
         def look(self, at):
             return {"a": 1, "b": 2}
     monkeypatch.setitem(E.WORLDS, "pair", Pair)
-    task = benchmarks.make_task("test", {**GOOD, "world": "pair"})
+    task = own_tasks.make_task("test", {**GOOD, "world": "pair"})
     e = E.Episode(task, 0, calls=[tool_call("look", at="x")], responses=['{"b":2,"a":1}'], rehearsed=[True])
     assert E.compare_responses(e) == [(True, '{"a":1,"b":2}')]
 
@@ -1702,7 +1702,7 @@ def test_fidelity_counts_imagined_responses_by_tool():
     episodes = [bank_episode((BALANCE, '{"balance":5}'), (PAY, '{"ok":true}'), (BALANCE, '{"balance":5}')),
                 bank_episode((BALANCE, '{"balance":5}'), (BALANCE, '{"balance":9}'), rehearsed=[False, True]),
                 bank_episode((BALANCE, '{"balance":5}'), rehearsed=False),
-                E.Episode(benchmarks.make_task("test", GOOD), 0)]
+                E.Episode(own_tasks.make_task("test", GOOD), 0)]
     pairs = [("balance", True), ("transfer", True), ("balance", False), ("balance", False)]
     assert E.fidelity(episodes) == pairs and E.fidelity(episodes[2:]) == []
 
@@ -2230,7 +2230,7 @@ def test_comparison(run, tmp_path, capsys):
         choices = [key.rsplit(" ", 1)[0] for key in arms if key.endswith(" 8")]
         assert len(choices) == 5 and len(arms) == 2 + 4 * 5 and all(arm in text for arm in arms)
         assert len({arms[f"{choice} 1"]["all"] for choice in choices[1:4]}) == 1
-        for n in comparison.COUNTS:
+        for n in measurements.COUNTS:
             assert arms[f"best by the checks (oracle) of {n}"]["all"] >= arms[f"majority of {n}"]["all"]
             assert arms[f"parallel {n}"]["tokens"] > arms[f"majority of {n}"]["tokens"] > 0
         assert arms["parallel 8"]["tokens"] > arms["parallel 1"]["tokens"] > arms["no rehearsal"]["tokens"]
@@ -2240,11 +2240,11 @@ def test_arms_by_hand():
     """Majority and self-judgement choose from a pool as they should; the mean and the deviation over seeds."""
     good = imagined([go("north")], ['{"room":"attic"}'], ["done"], acted=-5.0)
     pool = [imagined(answers=["no"]), good, imagined(answers=["no"], acted=-3.0), ERROR]
-    best = {arm: max(pool, key=lambda e: judge(e, pool)) for arm, judge in comparison.JUDGES.items()}
+    best = {arm: max(pool, key=lambda e: judge(e, pool)) for arm, judge in measurements.JUDGES.items()}
     good.verdicts, pool[0].verdicts, pool[2].verdicts, ERROR.verdicts = [True], [False], [False], [False]
     assert best["majority of"] is pool[0] and best["best by self-judgement of"] is pool[0]
-    assert max(pool, key=lambda e: comparison.JUDGES["best by the checks (oracle) of"](e, pool)) is good
-    found = comparison.summary([{"all": 0.2, "true": None}, {"all": 0.6, "true": None}])
+    assert max(pool, key=lambda e: measurements.JUDGES["best by the checks (oracle) of"](e, pool)) is good
+    found = measurements.summary([{"all": 0.2, "true": None}, {"all": 0.6, "true": None}])
     assert found["all"] == pytest.approx(0.4) and found["true"] is None
     assert found["deviation"] == pytest.approx(math.sqrt(0.08))
 

@@ -1,14 +1,16 @@
-"""What N private rehearsals are worth, and what they cost: `rehearse --compare`. Every way to spend them (an arm), by a
-run's base and by its trained policy, on the same held-out tasks."""
-import collections, json, statistics
+"""`rehearse --compare`: what N private rehearsals are worth, and what they cost. Every way to spend them (an arm), by a
+run's base and by its trained policy, on the same held-out tasks. `bench`: speed, memory and precision."""
+import collections, json, statistics, time
 from dataclasses import replace
 from pathlib import Path
-from envace_mini import (EXECUTE, Config, by_domain, fidelity, load_policy, load_tasks, mean, pick_device, plan,
-                         private_rehearsal, remember, require, run_tasks, self_judgement, warm_start, write_json)
+import torch, torch.utils.benchmark
+from envace_mini import (CONTEXT, EXECUTE, Config, by_domain, fidelity, load_policy, load_tasks, mean, peak_memory,
+                         pick_device, plan, private_rehearsal, remember, require, rollout, run_tasks, seeded,
+                         self_judgement, training_samples, update, warm_start, write_json)
 
 COUNTS = (1, 2, 4, 8)                                   # rehearsals
 
-def command(cfg):
+def compare(cfg):
     """Run all arms with cfg.eval_samples seeds, print the table, and write compare.json into the run folder."""
     path, device = Path(cfg.out), pick_device(cfg)
     require((path / "model").is_dir(), f"--out {path}: no finished run, of which to compare base and trained policy")
@@ -75,3 +77,36 @@ def table(result):
         costs = f"{show(trained['world calls'], 8)}  {trained['tokens']:6.0f}  {show(trained['true'], 11)}"
         lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
     return "\n".join(lines)
+
+def speed(cfg):
+    """Speed, memory and precision of a rollout (sampled tokens) and an update (all tokens), with random weights. Such a
+    model hardly ever ends a turn: an episode is one turn of --max-act-tokens. Speeds compare, but are not a run's."""
+    device, tasks = pick_device(cfg), load_tasks("toy")[:cfg.tasks_per_round]
+    policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
+    optimizer, groups = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), [*range(len(tasks))] * cfg.group
+    for name in ("warm-up", "timed"):                   # the first pass pays for allocations and kernels
+        start = time.time()
+        episodes = rollout(policy, tasks * cfg.group, cfg, "rehearsal", seeded(device, name), 1.0, groups)
+        middle = time.time()
+        for n, e in enumerate(episodes):                # it solves nothing: made-up rewards give something to learn
+            e.reward = n // len(tasks) % 2
+        samples = training_samples(episodes, cfg)
+        require(samples, "nothing to time: --group must be at least 2, and --max-tokens must exceed the prompts")
+        _, error, _ = update(policy, optimizer, samples, cfg) or require(False, "the loss is not finite: lower --lr")
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        end = time.time()
+    sampled = sum(tag != CONTEXT for e in episodes for tag in e.row.tags)
+    shape, lengths = policy.model.config, [len(s.row.ids) for s in samples]
+    parameters = sum(p.numel() for p in policy.model.parameters())
+    attention = shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim
+    flops = sum(6 * parameters * n + 6 * attention * n * n for n in lengths)    # forward and backward, causal attention
+    a = torch.randn(2, 2048, 2048, device=device, dtype=torch.bfloat16 if policy.bfloat16 else torch.float32)
+    timer = torch.utils.benchmark.Timer("a @ a", globals={"a": a}, num_threads=cfg.threads)
+    peak = 4 * 2048 ** 3 / timer.blocked_autorange().median     # operations a second in a large matrix product
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model,
+        "parameters": parameters, "update_tokens_per_second": round(sum(lengths) / (end - middle)),
+        "rollout_tokens_per_second": round(sampled / (middle - start)),
+        "matmul_tflops": round(peak / 1e12, 2), "model_flops_utilisation": round(flops / (end - middle) / peak, 3),
+        "peak_memory_gib": peak_memory(), "first_ratio_error": error}
