@@ -1213,38 +1213,20 @@ def command_eval(cfg):
 
 def command_show(cfg):
     """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
-    policy, tasks, simulator = open_policy(cfg)
-    chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
-    require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
-    group = run_tasks(policy, chosen, cfg, cfg.responder, cfg.temperature, "show", cfg.group, simulator)
-    e, advantages = group[0], role_advantages([replace(e, group=0) for e in group], cfg.baseline, cfg.scale_advantages)
-    print("\n--- a rehearsal:\n".join(paint_row(policy, row) for row in e.rows))
-    tags = [tag for row in e.rows for tag in row.tags]
-    counts = [f"{tags.count(tag)} {name}" for tag, name in {CONTEXT: "context", **ROLE_NAMES}.items()]
-    print("\ntokens: " + ", ".join(counts))
-    truths = compare_responses(e) if e.task.world else [(False, "(this task has none)")] * len(e.responses)
-    for call, text, imagined, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
-        print(f"{call['name']} {compact(call['arguments'])} -> {text}  {'imagined' if imagined else 'real'}; "
-              f"the world: {'the same' if same else truth}")
-    for check, verdict in zip(e.task.checks, e.verdicts):
-        print(f"{'pass' if verdict else 'FAIL'}  {compact(check)}")
-    shown = ["no verdict" if other.reward is None else f"{other.reward:.2f}" for other in group]
-    print(f"ended: {e.over}; reward {shown[0]}\nthe group (reward, advantage of act, of rehearse):")
-    for i in range(len(group)):
-        values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
-        print("  ".join([f"  {shown[i]}", *values]))
+    from toy_tasks import reports
+    reports.show(cfg)
 
 def command_rehearse(cfg):
     """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
     if cfg.compare:
-        from toy_tasks import measurements
-        return measurements.compare(cfg)
+        from toy_tasks import reports
+        return reports.compare(cfg)
     policy, tasks, _ = open_policy(cfg)
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
     before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
-    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
-          f"the world so far: {LEDGER['evaluation'] - before}" + (guided[0].memory and f"; a memory:{guided[0].memory}"))
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to the "
+          f"world so far: {LEDGER['evaluation'] - before}{'; a memory:' if guided[0].memory else ''}{guided[0].memory}")
     executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
     if len(executed) < len(tasks):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
@@ -1258,17 +1240,8 @@ def command_rehearse(cfg):
 
 def command_bench(cfg):
     """`bench`: one JSON line of speed, memory and precision."""
-    from toy_tasks import measurements
-    print(compact(measurements.speed(cfg)))
-
-def paint_row(policy, row):
-    """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
-    text, colours = "", {CONTEXT: "\033[2m", ACT: "\033[1;32m", REHEARSE: "\033[1;35m"}
-    for tag, pairs in itertools.groupby(zip(row.tags, row.ids), key=lambda pair: pair[0]):
-        part = policy.tokenizer.decode([token for _, token in pairs], skip_special_tokens=False)
-        marked = part if tag == CONTEXT else f"[{ROLE_NAMES[tag]}|{part}]"
-        text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
-    return text
+    from toy_tasks import reports
+    print(compact(reports.speed(cfg)))
 
 MODEL_FLAGS = "preset seed device threads model dtype attention "
 BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round hidden layers heads

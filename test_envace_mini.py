@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import envace_mini as E
-from toy_tasks import demonstrations, measurements, own_tasks
+from toy_tasks import demonstrations, reports, own_tasks
 from envace_mini import ACT, CONTEXT, REHEARSE, tool_call
 
 torch.set_num_threads(1)
@@ -1635,7 +1635,7 @@ def test_show_explains_an_episode(tiny, task_file, tmp_path, monkeypatch, capsys
 def test_paint_row_on_a_terminal(tiny, monkeypatch):
     [e], _ = play(tiny, [make_task()], [SCENARIOS["one call"][1]])
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    text = E.paint_row(tiny, e.row)
+    text = reports.paint_row(tiny, e.row)
     for code in ("\033[2m", "\033[1;32m", "\033[1;35m", "\033[0m"):
         assert code in text
         text = text.replace(code, "")
@@ -2230,7 +2230,7 @@ def test_comparison(run, tmp_path, capsys):
         choices = [key.rsplit(" ", 1)[0] for key in arms if key.endswith(" 8")]
         assert len(choices) == 5 and len(arms) == 2 + 4 * 5 and all(arm in text for arm in arms)
         assert len({arms[f"{choice} 1"]["all"] for choice in choices[1:4]}) == 1
-        for n in measurements.COUNTS:
+        for n in reports.COUNTS:
             assert arms[f"best by the checks (oracle) of {n}"]["all"] >= arms[f"majority of {n}"]["all"]
             assert arms[f"parallel {n}"]["tokens"] > arms[f"majority of {n}"]["tokens"] > 0
         assert arms["parallel 8"]["tokens"] > arms["parallel 1"]["tokens"] > arms["no rehearsal"]["tokens"]
@@ -2240,11 +2240,11 @@ def test_arms_by_hand():
     """Majority and self-judgement choose from a pool as they should; the mean and the deviation over seeds."""
     good = imagined([go("north")], ['{"room":"attic"}'], ["done"], acted=-5.0)
     pool = [imagined(answers=["no"]), good, imagined(answers=["no"], acted=-3.0), ERROR]
-    best = {arm: max(pool, key=lambda e: judge(e, pool)) for arm, judge in measurements.JUDGES.items()}
+    best = {arm: max(pool, key=lambda e: judge(e, pool)) for arm, judge in reports.JUDGES.items()}
     good.verdicts, pool[0].verdicts, pool[2].verdicts, ERROR.verdicts = [True], [False], [False], [False]
     assert best["majority of"] is pool[0] and best["best by self-judgement of"] is pool[0]
-    assert max(pool, key=lambda e: measurements.JUDGES["best by the checks (oracle) of"](e, pool)) is good
-    found = measurements.summary([{"all": 0.2, "true": None}, {"all": 0.6, "true": None}])
+    assert max(pool, key=lambda e: reports.JUDGES["best by the checks (oracle) of"](e, pool)) is good
+    found = reports.summary([{"all": 0.2, "true": None}, {"all": 0.6, "true": None}])
     assert found["all"] == pytest.approx(0.4) and found["true"] is None
     assert found["deviation"] == pytest.approx(math.sqrt(0.08))
 

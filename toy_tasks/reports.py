@@ -1,11 +1,13 @@
 """`rehearse --compare`: what N private rehearsals are worth, and what they cost. Every way to spend them (an arm), by a
-run's base and by its trained policy, on the same held-out tasks. `bench`: speed, memory and precision."""
-import collections, json, statistics, time
+run's base and by its trained policy, on the same held-out tasks. `show`: one episode, token by token. `bench`: speed,
+memory and precision."""
+import collections, itertools, json, statistics, sys, time
 from dataclasses import replace
 from pathlib import Path
 import torch, torch.utils.benchmark
-from envace_mini import (CONTEXT, EXECUTE, Config, by_domain, fidelity, load_policy, load_tasks, mean, peak_memory,
-                         pick_device, plan, private_rehearsal, remember, require, rollout, run_tasks, seeded,
+from envace_mini import (ACT, CONTEXT, EXECUTE, REHEARSE, ROLE_NAMES, Config, by_domain, compact, compare_responses,
+                         fidelity, load_policy, load_tasks, mean, open_policy, peak_memory, pick_device, plan,
+                         private_rehearsal, remember, require, role_advantages, rollout, run_tasks, seeded,
                          self_judgement, training_samples, update, warm_start, write_json)
 
 COUNTS = (1, 2, 4, 8)                                   # rehearsals
@@ -77,6 +79,38 @@ def table(result):
         costs = f"{show(trained['world calls'], 8)}  {trained['tokens']:6.0f}  {show(trained['true'], 11)}"
         lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
     return "\n".join(lines)
+
+def show(cfg):
+    """Print one episode and its group."""
+    policy, tasks, simulator = open_policy(cfg)
+    chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
+    require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
+    group = run_tasks(policy, chosen, cfg, cfg.responder, cfg.temperature, "show", cfg.group, simulator)
+    e, advantages = group[0], role_advantages([replace(e, group=0) for e in group], cfg.baseline, cfg.scale_advantages)
+    print("\n--- a rehearsal:\n".join(paint_row(policy, row) for row in e.rows))
+    tags = [tag for row in e.rows for tag in row.tags]
+    counts = [f"{tags.count(tag)} {name}" for tag, name in {CONTEXT: "context", **ROLE_NAMES}.items()]
+    print("\ntokens: " + ", ".join(counts))
+    truths = compare_responses(e) if e.task.world else [(False, "(this task has none)")] * len(e.responses)
+    for call, text, imagined, (same, truth) in zip(e.calls, e.responses, e.rehearsed, truths):
+        print(f"{call['name']} {compact(call['arguments'])} -> {text}  {'imagined' if imagined else 'real'}; "
+              f"the world: {'the same' if same else truth}")
+    for check, verdict in zip(e.task.checks, e.verdicts):
+        print(f"{'pass' if verdict else 'FAIL'}  {compact(check)}")
+    shown = ["no verdict" if other.reward is None else f"{other.reward:.2f}" for other in group]
+    print(f"ended: {e.over}; reward {shown[0]}\nthe group (reward, advantage of act, of rehearse):")
+    for i in range(len(group)):
+        values = [f"{advantages[i, role]:+.4f}" if (i, role) in advantages else "   -   " for role in ROLE_NAMES]
+        print("  ".join([f"  {shown[i]}", *values]))
+
+def paint_row(policy, row):
+    """The text of a row with every role visible: colours on a terminal, [act| ] and [rehearse| ] marks in a pipe."""
+    text, colours = "", {CONTEXT: "\033[2m", ACT: "\033[1;32m", REHEARSE: "\033[1;35m"}
+    for tag, pairs in itertools.groupby(zip(row.tags, row.ids), key=lambda pair: pair[0]):
+        part = policy.tokenizer.decode([token for _, token in pairs], skip_special_tokens=False)
+        marked = part if tag == CONTEXT else f"[{ROLE_NAMES[tag]}|{part}]"
+        text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
+    return text
 
 def speed(cfg):
     """Speed, memory and precision of a rollout (sampled tokens) and an update (all tokens), with random weights. Such a
