@@ -90,7 +90,8 @@ class Config:
     blunder: float = option(0.17, "share of demonstrated act turns that are replaced by a wrong one")
     stale: float = option(0.7, "how often a demonstration believes a fact's stale value, where it has one")
     fresh: float = option(0.6, "share of demonstrations with shuffled facts, which teach reading the response")
-    memories: float = option(0.0, "share of demonstrations with a rehearsal memory, be it good, useless or misleading")
+    memories: float = option(0.75, "with --rehearsals: further demonstrations, which have a rehearsal memory (good, "
+                             "useless or misleading), as a share of those without")
     # the rollout
     responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
@@ -125,8 +126,8 @@ class Config:
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
     # private rehearsal
-    rehearsals: int = option(0, "private rehearsals before the one execution that counts; in train: every second "
-                             "group has a memory of so many, and learns what it is worth")
+    rehearsals: int = option(0, "private rehearsals before the one execution that counts; in train: the warm start "
+                             "teaches to read memories, and every second group acts with one of so many")
     mode: str = option("parallel", "parallel: rehearsals know nothing of each other; sequential: each reads the memory "
                        "of those before it", "parallel sequential")
     memory: str = option("digest", "who condenses rehearsals: code (digest) or the policy (summary; for real models)",

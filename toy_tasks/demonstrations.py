@@ -113,40 +113,41 @@ def as_episode(task, script):
     return e
 
 def with_memory(task, rng, cfg, wrong_answers):
-    """A demonstration with a rehearsal memory: (task, script). Half of these take place in a world whose facts are all
-    shuffled: only the memory, which comes from that same world, tells what to do. In the others the memory is of other
-    beliefs, wholly or in part, and misleads. Agreement and endings of the rehearsals tell which it is."""
-    good, pool = rng.random() < 0.5, []
+    """A demonstration with a rehearsal memory: (task, script). In 70 of 100 the memory is good: all facts of the world
+    are shuffled, the rehearsals know them, and nothing but the memory tells what to do. In the others rehearsals and
+    world have beliefs of their own, so that a memory is useless or misleads, and copying it blindly is punished."""
+    good, pool = rng.random() < 0.7, []
     facts = believe(*(replace(task, shuffle=[*task.facts]), rng, replace(cfg, fresh=1.0)) if good else (task, rng, cfg))
-    trust = 0.9 if good else rng.choice([0.0, 0.5])
+    cfg = replace(cfg, blunder=0.3 * cfg.blunder) if good else cfg          # what is to be learned shows more clearly
     for _ in range(rng.choice([1, 2, 4])):
-        imagined = facts if rng.random() < trust else believe(task, rng, cfg)
-        script = demonstrate(task, imagined, rng, cfg, wrong_answers)
+        script = demonstrate(task, facts if good else believe(task, rng, cfg), rng, cfg, wrong_answers)
         pool += [as_episode(task, script)] if script else []
     entries, _ = digest(pool, cfg.memory_budget, lambda text: len(text) // 3)
     memory = MEMORY.format(entries=entries, use=rng.choice([REVISE, EXECUTE])) if entries else ""
     return replace(task, memory=memory), demonstrate(task, facts, rng, cfg, wrong_answers)
 
 def corpus(tasks, cfg):
-    """The corpus of the warm start: warm_steps x warm_batch pairs (task, script)."""
+    """The corpus of the warm start, pairs (task, script): warm_steps x warm_batch without a memory; with --rehearsals
+    also their share with one, in between."""
     rng, wrong, pairs = random.Random(f"demonstrations {cfg.seed}"), collections.defaultdict(list), []
     for task in tasks:
         wrong[task.domain, task.goal[0][0]] += [check["equals"] for check in task.checks if check["kind"] == "answer"]
+    plain = cfg.warm_steps * cfg.warm_batch
+    total = plain + round(plain * cfg.memories) if cfg.rehearsals else plain
     for tried in itertools.count():
-        if len(pairs) == cfg.warm_steps * cfg.warm_batch:
-            return pairs
+        if len(pairs) == total:
+            return rng.sample(pairs, total) if total > plain else pairs
         require(tried < 1000 + 10 * len(pairs),
                 f"--tasks: the oracle sees no way to solve most of them in --max-turns {cfg.max_turns}")
         task = rng.choice(tasks)
         try:
-            if cfg.memories and rng.random() < cfg.memories:
+            if len(pairs) >= plain:
                 task, script = with_memory(task, rng, cfg, wrong)
             else:
                 script = demonstrate(task, believe(task, rng, cfg), rng, cfg, wrong)
         except (KeyError, IndexError, TypeError, ValueError):
             raise UserError(f"task {task.id!r}: its 'goal', 'tools' or 'facts' are not what its world's oracle knows")
         pairs += [(task, script)] if script else []
-
 
 def build_tokenizer(corpus):
     """A byte-level BPE learned from the corpus. White space, digits, letters and punctuation are split apart first, but
@@ -184,7 +185,7 @@ def fit(policy, rows, cfg):
         loss = -row_logprobs(policy, batch, 1.0)[sampled].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-        rate = min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / cfg.warm_steps))    # up, then down
+        rate = min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / len(batches)))      # up, then down
         for optimizer, peak in peaks.items():
             optimizer.param_groups[0]["lr"] = peak * rate
             optimizer.step()
@@ -230,7 +231,7 @@ def warm_start(tasks, cfg, device, policy=None):
         tokenizer = build_tokenizer(pairs)
         policy = Policy(random_model(tokenizer, "tiny", cfg), tokenizer, device)
     rows = (row for task, script in pairs for row in script_rows(policy.chat, task, script, cfg.rehearsal))
-    rows = list(itertools.islice(rows, cfg.warm_steps * cfg.warm_batch))
+    rows = list(itertools.islice(rows, len(pairs)))      # prompted rehearsals are rows too
     start = [p.double().abs().sum().item() for p in policy.model.parameters()]
     settings = [start, cfg.seed, cfg.warm_steps, cfg.warm_batch, cfg.warm_lr, cfg.lora, cfg.dtype, cfg.attention,
                 cfg.threads, str(device), torch.__version__, policy.tokenizer.backend_tokenizer.to_str()]
