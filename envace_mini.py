@@ -1091,10 +1091,6 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
             "fidelity_by_tool": {tool: mean(ok for name, ok in pairs if name == tool) for tool in sorted(dict(pairs))},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
-def pass_at_k(n, correct, k):
-    """Unbiased chance that at least one of k samples is right, from n samples of which some are (arXiv 2107.03374)."""
-    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
-
 def write_json(path, content):
     """Write a JSON file beside its place and move it there, so that it is never half written."""
     part = Path(f"{path}.part")
@@ -1193,41 +1189,16 @@ def open_policy(cfg):
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
     return policy, tasks, frozen_simulator(policy, load_simulator(cfg, policy.device), cfg)
 
-def command_eval(cfg):
-    """`eval`: success of a saved policy, mean and by domain, with pass@k and fidelity."""
-    policy, tasks, simulator = open_policy(cfg)
-    samples = cfg.eval_samples if cfg.temperature else 1
-    episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
-    print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}; "
-          f"{mean(e.over == 'truncated' for e in episodes):.0%} truncated")
-    for name, part in [("all", episodes), *by_domain(episodes).items()]:
-        tries = [[e.success for e in part[n:n + samples] if e.scored] for n in range(0, len(part), samples)]
-        chances = {k: mean(pass_at_k(len(hits), sum(hits), k) for hits in tries if len(hits) >= k)
-                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples}
-        passes = [f"pass@{k} {chance:.3f}" for k, chance in chances.items() if chance is not None]
-        known = [f"fidelity {mean(same for _, same in pairs):.3f}"] if (pairs := fidelity(part)) else []
-        success = mean(e.success for e in part)
-        print("  ".join([f"{name:10} success {'-' if success is None else f'{success:.3f}'}", *passes, *known]))
-    if any(task.hidden for task in tasks):
-        from toy_tasks import benchmarks
-        print(benchmarks.report(episodes, samples, cfg))
-
-def command_show(cfg):
-    """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
-    from toy_tasks import reports
-    reports.show(cfg)
-
 def command_rehearse(cfg):
     """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
     if cfg.compare:
-        from toy_tasks import reports
-        return reports.compare(cfg)
+        return reports().compare(cfg)
     policy, tasks, _ = open_policy(cfg)
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
     before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
-    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to the "
-          f"world so far: {LEDGER['evaluation'] - before}{'; a memory:' if guided[0].memory else ''}{guided[0].memory}")
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
+          f"the world so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
     executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
     if len(executed) < len(tasks):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
@@ -1239,10 +1210,10 @@ def command_rehearse(cfg):
             known = "" if truth is None else f"  fidelity {truth:.3f}"
             print(f"{what:10}  {name:10} success {mean(e.success for e in part):.3f}{known}")
 
-def command_bench(cfg):
-    """`bench`: one JSON line of speed, memory and precision."""
+def reports():
+    """The commands that only measure and print. Imported late: they import from this file."""
     from toy_tasks import reports
-    print(compact(reports.speed(cfg)))
+    return reports
 
 MODEL_FLAGS = "preset seed device threads model dtype attention "
 BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round hidden layers heads
@@ -1253,14 +1224,15 @@ SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks tasks_dir reward judge judge_m
 TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("compare", "split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
-    "eval": (command_eval, SAVED_FLAGS + "eval_samples", {"model": "tiny", "responder": "world"},
-             "success of a policy on one split"),
-    "show": (command_show, SAVED_FLAGS + "task baseline scale_advantages", {"model": "tiny", "group": 4},
-             "one episode, token by token, and the world"),
+    "eval": (lambda cfg: reports().command_eval(cfg), SAVED_FLAGS + "eval_samples",
+             {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
+    "show": (lambda cfg: reports().command_show(cfg), SAVED_FLAGS + "task baseline scale_advantages",
+             {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
     "rehearse": (command_rehearse, SAVED_FLAGS.replace("responder", "").replace("simulator", "") + """task eval_samples
         rehearsals mode memory memory_budget compare""", {"model": "tiny", "rehearsals": 4},
                  "imagine in private, remember, then act once in the world"),
-    "bench": (command_bench, BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
+    "bench": (lambda cfg: reports().command_bench(cfg), BENCH_FLAGS, {},
+              "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):
     """argparse, whose mistakes are UserErrors like all others."""

@@ -1,7 +1,7 @@
-"""`rehearse --compare`: what N private rehearsals are worth, and what they cost. Every way to spend them (an arm), by a
-run's base and by its trained policy, on the same held-out tasks. `show`: one episode, token by token. `bench`: speed,
-memory and precision."""
-import collections, itertools, json, statistics, sys, time
+"""The commands that measure and print. `eval`: success. `show`: one episode, token by token. `bench`: speed and memory.
+`rehearse --compare`: what N private rehearsals are worth and what they cost: every way to spend them (an arm), by a
+run's base and by its trained policy, on the same held-out tasks."""
+import collections, itertools, json, math, statistics, sys, time
 from dataclasses import replace
 from pathlib import Path
 import torch, torch.utils.benchmark
@@ -80,8 +80,31 @@ def table(result):
         lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
     return "\n".join(lines)
 
-def show(cfg):
-    """Print one episode and its group."""
+def pass_at_k(n, correct, k):
+    """Unbiased chance that at least one of k samples is right, from n samples of which some are (arXiv 2107.03374)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+def command_eval(cfg):
+    """`eval`: success of a saved policy, mean and by domain, with pass@k and fidelity."""
+    policy, tasks, simulator = open_policy(cfg)
+    samples = cfg.eval_samples if cfg.temperature else 1
+    episodes = run_tasks(policy, tasks, cfg, cfg.responder, cfg.temperature, "eval", samples, simulator)
+    print(f"{len(tasks)} {cfg.split} tasks x {samples} episodes, temperature {cfg.temperature}, {cfg.responder}; "
+          f"{mean(e.over == 'truncated' for e in episodes):.0%} truncated")
+    for name, part in [("all", episodes), *by_domain(episodes).items()]:
+        tries = [[e.success for e in part[n:n + samples] if e.scored] for n in range(0, len(part), samples)]
+        chances = {k: mean(pass_at_k(len(hits), sum(hits), k) for hits in tries if len(hits) >= k)
+                   for k in sorted({1, 2, 4, 8, 16, samples}) if k <= samples}
+        passes = [f"pass@{k} {chance:.3f}" for k, chance in chances.items() if chance is not None]
+        known = [f"fidelity {mean(same for _, same in pairs):.3f}"] if (pairs := fidelity(part)) else []
+        success = mean(e.success for e in part)
+        print("  ".join([f"{name:10} success {'-' if success is None else f'{success:.3f}'}", *passes, *known]))
+    if any(task.hidden for task in tasks):
+        from toy_tasks import benchmarks
+        print(benchmarks.report(episodes, samples, cfg))
+
+def command_show(cfg):
+    """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
     policy, tasks, simulator = open_policy(cfg)
     chosen = [task for task in tasks if task.id == (cfg.task or tasks[0].id)]
     require(chosen, f"--task {cfg.task}: no task of split {cfg.split} has this id; the first is {tasks[0].id}")
@@ -112,9 +135,10 @@ def paint_row(policy, row):
         text += f"{colours[tag]}{part}\033[0m" if sys.stdout.isatty() else marked
     return text
 
-def speed(cfg):
-    """Speed, memory and precision of a rollout (sampled tokens) and an update (all tokens), with random weights. Such a
-    model hardly ever ends a turn: an episode is one turn of --max-act-tokens. Speeds compare, but are not a run's."""
+def command_bench(cfg):
+    """`bench`: one JSON line: speed, memory and precision of a rollout (sampled tokens) and an update (all tokens) with
+    random weights. Such a model hardly ever ends a turn: an episode is one turn of --max-act-tokens. Speeds compare,
+    but are not a run's."""
     device, tasks = pick_device(cfg), load_tasks("toy")[:cfg.tasks_per_round]
     policy = load_policy(f"random:{cfg.model.split('/')[-1].removeprefix('random:')}", device, cfg)
     optimizer, groups = torch.optim.AdamW(policy.model.parameters(), lr=cfg.lr), [*range(len(tasks))] * cfg.group
@@ -138,9 +162,9 @@ def speed(cfg):
     a = torch.randn(2, 2048, 2048, device=device, dtype=torch.bfloat16 if policy.bfloat16 else torch.float32)
     timer = torch.utils.benchmark.Timer("a @ a", globals={"a": a}, num_threads=cfg.threads)
     peak = 4 * 2048 ** 3 / timer.blocked_autorange().median     # operations a second in a large matrix product
-    return {
+    print(compact({
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", "model": cfg.model,
         "parameters": parameters, "update_tokens_per_second": round(sum(lengths) / (end - middle)),
         "rollout_tokens_per_second": round(sampled / (middle - start)),
         "matmul_tflops": round(peak / 1e12, 2), "model_flops_utilisation": round(flops / (end - middle) / peak, 3),
-        "peak_memory_gib": peak_memory(), "first_ratio_error": error}
+        "peak_memory_gib": peak_memory(), "first_ratio_error": error}))
