@@ -1180,8 +1180,8 @@ def command_rehearse(cfg):
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
     before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
-    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
-          f"the world so far: {LEDGER['evaluation'] - before}" + (guided[0].memory and f"; a memory:{guided[0].memory}"))
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before {len(tasks)} executions; calls to the world "
+          f"so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
     executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
     if len(executed) < len(tasks):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
