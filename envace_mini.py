@@ -30,7 +30,7 @@ Departures: here                                          in the paper, or in th
   AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
 import argparse, collections, concurrent.futures, contextlib, copy, hashlib, importlib.util, itertools, json, math, os
-import random, re, shutil, sys, time
+import random, re, shutil, sys, time, weakref
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 import torch, transformers
@@ -135,7 +135,7 @@ class Config:
     memory_budget: int = option(240, "tokens of a rehearsal memory")
     compare: bool = option(False, "all ways to spend 1 to 8 rehearsals, by the run's base and its trained policy")
     split: str = option("eval", "which tasks eval, show and rehearse take", "eval train")
-    task: str = option("", "id of the task that show shows; empty for the first of the split")
+    task: str = option("", "id of the one task that show or rehearse takes; empty: show the first, rehearse all")
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
@@ -409,7 +409,8 @@ class ChatFormat:
         self.controls = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
         allowed = self.stop_ids | set(self.encode("<think></think><tool_call></tool_call>"))
         self.forbidden = set(tokenizer.all_special_ids) - allowed           # whoever samples one of these forges a turn
-        self.opened, self.missing = {}, set()                               # opening ids by task; see `probe`
+        self.opened = weakref.WeakKeyDictionary()       # opening ids by task; a guided task lives for one round only
+        self.missing = set()                                                # see `probe`
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
         self.to_user, _, self.user_to_act = self.separators("user")
@@ -669,7 +670,7 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     With a simulator, that frozen model speaks the rehearse turns; `training_samples` then trains the act role only."""
     episodes = [Episode(task, group) for task, group in zip(tasks, groups or range(len(tasks)))]
     positions = min(policy.positions, (simulator or policy).positions)
-    more = cfg.memory_budget + 64 if any(task.memory for task in tasks) else 0
+    more = cfg.memory_budget + 64 if any(task.memory for task in tasks) else 0         # 64: the words around a memory
     cfg = replace(cfg, max_tokens=min(cfg.max_tokens + more, positions))
     for e in episodes:
         e.row.extend(policy.chat.opening(e.task))
@@ -1197,8 +1198,8 @@ def command_rehearse(cfg):
     tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
     require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
     before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
-    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before each of {len(tasks)} executions; calls to "
-          f"the world so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before {len(tasks)} executions; calls to the world "
+          f"so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
     executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
     if len(executed) < len(tasks):
         print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")

@@ -2,6 +2,7 @@
 import collections
 import copy
 import dataclasses
+import gc
 import importlib.util
 import itertools
 import json
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -2083,6 +2085,16 @@ def test_a_memory_enters_the_prompt_as_data(tiny):
     for token in special_ids(tiny.chat):
         assert ids.count(token) == plain_ids.count(token)
     assert kept == ([evil],)
+
+def test_prompts_of_guided_tasks_are_not_kept(tiny):
+    """A run makes new guided tasks in every round: their cached prompts go with them."""
+    task = dataclasses.replace(make_task("house"), memory="remember")
+    tiny.chat.opening(task)
+    assert task in tiny.chat.opened
+    seen = weakref.ref(task)
+    del task
+    gc.collect()
+    assert seen() is None
 
 def test_without_rehearsals_it_is_plain_acting(tiny, toy):
     """N = 0: the tasks themselves, so the same tokens from the same seed as `eval`."""
