@@ -190,7 +190,8 @@ class Task:
     world: str = ""                                    # a key of WORLDS, or nothing: graded by calls and answers alone
     facts: dict = field(default_factory=dict)          # {category: {key: value}}: what is true in the world
     memory: str = ""                                   # what private rehearsals left behind; part of the prompt
-    secret: str = ""                                   # what only the rehearse role may read (prompted rehearsal)
+    secret: str = ""                                   # what only the rehearse role may read, or a function of the
+                                                       # pending call that tells it (prompted rehearsal)
     history: list = field(default_factory=list)        # messages before the first user turn, in OpenAI's form
     later: dict = field(default_factory=dict)          # {number of a user turn: tools that exist from then on}
     speaker: str = ""                                  # a key of USERS: who goes on after the turns in `user`
@@ -443,6 +444,8 @@ class ChatFormat:
             system = messages.pop(0)
             messages[0]["content"] = f"{system['content']}\n\n{messages[0]['content']}"
         for m in messages:
+            if m.get("tool_calls") and "calls" in self.missing:
+                m["content"] += "".join(call_text(call["function"]) for call in m.pop("tool_calls"))
             if m["role"] == "tool" and "tool" in self.missing:
                 m.update(role="user", content=f"<tool_response>\n{m['content']}\n</tool_response>")
         return self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True,
@@ -477,9 +480,11 @@ class ChatFormat:
         return list(self.opened[task])
     def open_aside(self, e):
         """Open a row for a prompted rehearsal: instruction, schemas, reference, secret; all that was said; the call."""
-        system = SIMULATOR.format(tools=compact([tool["function"] for tool in e.tools]), secret=e.task.secret,
+        secret = e.task.secret(e.pending[0]) if callable(e.task.secret) else e.task.secret
+        system = SIMULATOR.format(tools=compact([tool["function"] for tool in e.tools]), secret=secret,
                                   reference=compact(e.task.reference))
-        said = "\n".join([f"user: {e.task.user[0]}", *e.history, f"pending call: {compact(e.pending[0])}"])
+        said = "\n".join([*map(compact, e.task.history), f"user: {e.task.user[0]}", *e.history,
+                          f"pending call: {compact(e.pending[0])}"])
         e.aside = Row()
         e.asides.append(e.aside)
         e.aside.extend(self.encode(self.render([{"role": "system", "content": self.escape(system)},
@@ -636,6 +641,7 @@ class Episode:
     rehearsed: list = field(default_factory=list)      # whether a model imagined that response
     answers: list = field(default_factory=list)        # one for each user turn that was brought to its end
     ends: list = field(default_factory=list)           # how many calls had been made by then
+    steps: list = field(default_factory=list)          # how many calls had been made after each act turn with calls
     history: list = field(default_factory=list)        # what was said so far, a line each: all but thoughts
     asides: list = field(default_factory=list)         # rows of prompted rehearsals, one for each response
     aside: Row = None                                  # the one of them that is being written
@@ -726,7 +732,7 @@ def act(chat, e, text):
     if said is None:
         e.over = "malformed"
     elif isinstance(said, list):
-        e.calls, e.pending = e.calls + said, list(said)
+        e.calls, e.pending, e.steps = e.calls + said, list(said), [*e.steps, len(e.calls + said)]
         chat.join(e.row, chat.to_tool)
     else:
         e.answers, e.ends = [*e.answers, said], [*e.ends, len(e.calls)]
@@ -1088,7 +1094,8 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
                 "fidelity": mean(same for _, same in fidelity(parts[2])),
                 "reality_gap": None if None in (real, dreamt) else dreamt - real}
     parts, pairs = [by_domain(episodes) for episodes in (world, best, imagined)], fidelity(imagined)
-    return {**measures(world, best, imagined),
+    labels = {f"{t.hidden['verdict']} verdicts: {t.hidden.get('label', '')}" for t in tasks if "verdict" in t.hidden}
+    return {**measures(world, best, imagined), "labels": sorted(labels),
             "fidelity_by_tool": {tool: mean(ok for name, ok in pairs if name == tool) for tool in sorted(dict(pairs))},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
@@ -1176,7 +1183,7 @@ def result_table(result):
             change = None if None in (base[key], trained[key]) else trained[key] - base[key]
             values = f"{show(base[key])}  {show(trained[key])}   {show(change, '+')}"
             lines.append(f"{name + ': ' + key.replace('_', ' '):34}{values}")
-    return "\n".join(lines)
+    return "\n".join(lines + result["trained"].get("labels", []))
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
