@@ -1094,8 +1094,9 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
                 "fidelity": mean(same for _, same in fidelity(parts[2])),
                 "reality_gap": None if None in (real, dreamt) else dreamt - real}
     parts, pairs = [by_domain(episodes) for episodes in (world, best, imagined)], fidelity(imagined)
-    labels = {f"{t.hidden['verdict']} verdicts: {t.hidden.get('label', '')}" for t in tasks if "verdict" in t.hidden}
-    return {**measures(world, best, imagined), "labels": sorted(labels),
+    lines = [f"{label}, {where}: {line.strip()}" for where, part in (("world", world), ("imagined", imagined))
+             for line in reports().report(part, samples, "eval")]
+    return {**measures(world, best, imagined), "report": lines,
             "fidelity_by_tool": {tool: mean(ok for name, ok in pairs if name == tool) for tool in sorted(dict(pairs))},
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
@@ -1183,7 +1184,7 @@ def result_table(result):
             change = None if None in (base[key], trained[key]) else trained[key] - base[key]
             values = f"{show(base[key])}  {show(trained[key])}   {show(change, '+')}"
             lines.append(f"{name + ': ' + key.replace('_', ' '):34}{values}")
-    return "\n".join(lines + result["trained"].get("labels", []))
+    return "\n".join(lines + result["base"]["report"] + result["trained"]["report"])
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
@@ -1217,6 +1218,8 @@ def command_rehearse(cfg):
             truth = mean(same for _, same in fidelity(part))
             known = "" if truth is None else f"  fidelity {truth:.3f}"
             print(f"{what:10}  {name:10} success {mean(e.success for e in part):.3f}{known}")
+    for line in reports().report(executed or sum(pools, []), cfg.eval_samples, cfg.split):
+        print(line)
 
 def reports():
     """The commands that only measure and print. Imported late: they import from this file."""

@@ -1,14 +1,14 @@
 """The commands that measure and print. `eval`: success. `show`: one episode, token by token. `bench`: speed and memory.
 `rehearse --compare`: what N private rehearsals are worth and what they cost: every way to spend them (an arm), by a
 run's base and by its trained policy, on the same held-out tasks."""
-import collections, itertools, json, math, statistics, sys, time
+import collections, functools, itertools, json, math, statistics, sys, time
 from dataclasses import replace
 from pathlib import Path
 import torch, torch.utils.benchmark
-from envace_mini import (ACT, CONTEXT, EXECUTE, REHEARSE, ROLE_NAMES, Config, by_domain, compact, compare_responses,
-                         fidelity, load_policy, load_tasks, mean, open_policy, peak_memory, pick_device, plan,
-                         private_rehearsal, remember, require, role_advantages, rollout, run_tasks, seeded,
-                         self_judgement, training_samples, update, warm_start, write_json)
+from envace_mini import (ACT, CONTEXT, EXECUTE, REHEARSE, ROLE_NAMES, Config, Episode, by_domain, compact,
+                         compare_responses, fidelity, grade, load_policy, load_tasks, mean, open_policy, peak_memory,
+                         pick_device, plan, private_rehearsal, remember, require, role_advantages, rollout, run_tasks,
+                         seeded, self_judgement, training_samples, update, warm_start, write_json)
 
 COUNTS = (1, 2, 4, 8)                                   # rehearsals
 
@@ -17,7 +17,7 @@ def compare(cfg):
     path, device = Path(cfg.out), pick_device(cfg)
     require((path / "model").is_dir(), f"--out {path}: no finished run, of which to compare base and trained policy")
     run = Config(**json.loads((path / "config.json").read_text(encoding="utf-8")))
-    tasks = [task for task in load_tasks(run.tasks) if task.world]
+    tasks = [task for task in load_tasks(run.tasks, run) if task.world]
     base = None if run.model == "tiny" else load_policy(run.model, device, run)
     if run.warm_start or not base:                      # found beside the run, or made again
         base = warm_start([task for task in tasks if task.split == "train"], replace(run, out=cfg.out), device, base)
@@ -28,7 +28,7 @@ def compare(cfg):
     result = {name: {arm: summary([trial[arm] for trial in these]) for arm in these[0]}
               for name, these in trials.items()}
     write_json(path / "compare.json", {"tasks": len(held_out), "split": cfg.split, "seeds": cfg.eval_samples, **result})
-    print(table(result))
+    print("\n".join([table(result), *kinds(held_out, cfg.split)]))
     print(f"{len(held_out)} {cfg.split} tasks x {cfg.eval_samples} seeds; +- is the standard deviation over seeds; "
           f"written to {path / 'compare.json'}")
 
@@ -99,9 +99,8 @@ def command_eval(cfg):
         known = [f"fidelity {mean(same for _, same in pairs):.3f}"] if (pairs := fidelity(part)) else []
         success = mean(e.success for e in part)
         print("  ".join([f"{name:10} success {'-' if success is None else f'{success:.3f}'}", *passes, *known]))
-    if any(task.hidden for task in tasks):
-        from toy_tasks import benchmarks
-        print(benchmarks.report(episodes, samples, cfg))
+    for line in report(episodes, samples, cfg.split):
+        print(line)
 
 def command_show(cfg):
     """`show`: one episode token by token, the world's own answers, checks, and its group's advantages."""
@@ -168,3 +167,37 @@ def command_bench(cfg):
         "rollout_tokens_per_second": round(sampled / (middle - start)),
         "matmul_tflops": round(peak / 1e12, 2), "model_flops_utilisation": round(flops / (end - middle) / peak, 3),
         "peak_memory_gib": peak_memory(), "first_ratio_error": error}))
+
+@functools.cache
+def idle(task):
+    """The graded episode of somebody who calls nothing and answers every user turn with nothing."""
+    e = Episode(task, 0, answers=[""] * len(task.user), ends=[0] * len(task.user), over="done")
+    e.reward, e.verdicts = grade(task, [], e.answers, e)
+    return e
+
+def kinds(tasks, split):
+    """What stands beside a benchmark's numbers, as lines: whose verdicts they are, on how many tasks of which split,
+    what doing nothing scores, what is approximate (Task.hidden: verdict, label)."""
+    lines = []
+    for verdict in sorted({task.hidden["verdict"] for task in tasks if "verdict" in task.hidden}):
+        these = [task for task in tasks if task.hidden.get("verdict") == verdict]
+        nothing = [idle(task) for task in these] if verdict != "judge" else []
+        floor = f"success {mean(e.success for e in nothing):.3f}, reward {mean(e.reward for e in nothing):.3f}" \
+            if nothing else "the judge is not asked"
+        lines.append(f"{verdict} verdicts, split {split}, {len(these)} tasks; doing nothing: {floor}")
+        lines += sorted({f"  {task.hidden['label']}" for task in these if "label" in task.hidden})
+    return lines
+
+def report(episodes, samples, split):
+    """`kinds`, and the scores of `samples` episodes of each task with their deviation; nothing for tasks that belong to
+    no benchmark. Task.hidden["metric"], a function of episodes and samples, says what a benchmark counts itself."""
+    part = [e for e in episodes if "verdict" in e.task.hidden]
+    each = [mean(e.success for e in part[n::samples]) for n in range(samples)] if part else [None]
+    show = lambda values: "-" if (value := mean(values)) is None else f"{value:.3f}"
+    spread = f" +- {statistics.stdev(each):.3f} (deviation over samples)" if len(each) > 1 and None not in each else ""
+    scores = f"  success {show(e.success for e in part)}{spread}, reward {show(e.reward for e in part)}; {samples} " \
+             f"samples a task, {sum(not e.scored for e in part)} episodes unscored"
+    metrics = dict.fromkeys(e.task.hidden["metric"] for e in part if "metric" in e.task.hidden)
+    lines = kinds([*dict.fromkeys(e.task for e in part)], split) + [scores] * bool(part)
+    return lines + [f"  {metric([e for e in part if e.task.hidden.get('metric') == metric], samples)}"
+                    for metric in metrics]
