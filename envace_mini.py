@@ -127,7 +127,7 @@ class Config:
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
     # private rehearsal
     rehearsals: int = option(0, "private rehearsals before the one execution that counts; in train: the warm start "
-                             "teaches to read memories, and every second group acts with one of so many")
+                             "teaches to read memories, and in the second half every second group acts with one")
     mode: str = option("parallel", "parallel: rehearsals know nothing of each other; sequential: each reads the memory "
                        "of those before it", "parallel sequential")
     memory: str = option("digest", "who condenses rehearsals: code (digest) or the policy (summary; for real models)",
@@ -923,7 +923,7 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
     """A group of episodes for each chosen task, then cfg.minibatches optimiser steps. Returns (metrics, episodes)."""
     chosen, before = choose_tasks(tasks, cfg, number), LEDGER["rollout"]                                    # step 1
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
-    if cfg.rehearsals:                                  # every second group acts with a memory of private rehearsals
+    if cfg.rehearsals and number >= cfg.rounds // 2:    # every second group acts with a memory; before, it cost reward
         chosen[::2] = private_rehearsal(policy, chosen[::2], cfg, f"round {number}")[0]
     jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
     episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4

@@ -1274,7 +1274,8 @@ def task_file(tmp_path_factory):
     for world in WORLDS:
         tasks = [task for task in E.load_tasks("toy") if task.world == world]
         some += [t for t in tasks if t.split == "train"][:2] + [t for t in tasks if t.split == "eval"][:1]
-    return write_tasks(tmp_path_factory.mktemp("tasks") / "few.json", *map(dataclasses.asdict, some))
+    entries = [{key: value for key, value in dataclasses.asdict(task).items() if value} for task in some]
+    return write_tasks(tmp_path_factory.mktemp("tasks") / "few.json", *entries)
 
 def run_flags(task_file, out, **changes):
     settings = {"tasks": task_file, "out": out, "threads": 1, "hidden": 32, "layers": 1, "heads": 2, "warm-steps": 20,
@@ -2194,19 +2195,22 @@ def test_demonstrated_memories():
         assert any(use in task.memory for task, _ in with_memory)
 
 def test_training_with_memories(tiny, toy, monkeypatch):
-    """Every second group acts with a memory; all members of a group have the same; the world is not called."""
+    """In the second half of a run every second group acts with a memory; all members of a group have the same; the
+    world is not called."""
     seen, real = [], E.rollout
     monkeypatch.setattr(E, "rollout", lambda policy, tasks, *a, **k: seen.append(tasks) or real(policy, tasks, *a, **k))
-    cfg = E.Config(rehearsals=2, tasks_per_round=4, group=3, max_act_tokens=8, minibatches=1)
+    cfg = E.Config(rehearsals=2, rounds=3, tasks_per_round=4, group=3, max_act_tokens=8, minibatches=1)
     optimizer = torch.optim.AdamW(copy.deepcopy(tiny.model).parameters())
     tasks = [task for task in toy if task.split == "train"]
-    metrics, episodes = E.train_round(tiny, optimizer, tasks, cfg, 0, None, None, E.Clock())
+    E.train_round(tiny, optimizer, tasks, cfg, 0, None, None, E.Clock())
+    assert not any(task.memory for task in seen.pop())
+    metrics, episodes = E.train_round(tiny, optimizer, tasks, cfg, 1, None, None, E.Clock())
     rehearsed, acted = seen
     assert len(rehearsed) == 2 * 2 and len(acted) == 4 * 3 and metrics["world_calls"] == 0
     memories = [[e.task.memory for e in episodes if e.group == group] for group in range(4)]
     assert all(len(set(some)) == 1 for some in memories)
     assert [bool(some[0]) for some in memories] == [True, False, True, False]
-    assert [e.task.id for e in episodes] == [t.id for t in E.choose_tasks(tasks, cfg, 0) for _ in range(3)]
+    assert [e.task.id for e in episodes] == [t.id for t in E.choose_tasks(tasks, cfg, 1) for _ in range(3)]
 
 def test_rehearse_on_a_saved_model(run, task_file, tmp_path, capsys):
     """N = 0 gives what `eval` gives; with rehearsals a memory is shown; tasks without a world are only imagined."""
