@@ -29,8 +29,8 @@ Departures: here                                          in the paper, or in th
   learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
   AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
-import argparse, collections, concurrent.futures, contextlib, copy, hashlib, importlib.util, itertools, json, math, os
-import random, re, shutil, sys, time, weakref
+import argparse, collections, concurrent.futures, contextlib, copy, datetime, hashlib, importlib.util, itertools, json
+import math, os, random, re, shutil, sys, time, weakref
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 import torch, transformers
@@ -39,6 +39,7 @@ from tqdm import tqdm
 sys.modules["envace_mini"] = sys.modules[__name__]      # what toy_tasks/*.py import, also if this is run as a program
 CONTEXT, ACT, REHEARSE = 0, 1, 2        # the role tag of every token: who wrote it
 ROLE_NAMES = {ACT: "act", REHEARSE: "rehearse"}
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))      # torchrun: one a GPU
 
 class UserError(Exception):
     """A mistake of the user's (flag, file, folder): printed as one sentence, exit status 2, no traceback."""
@@ -706,7 +707,7 @@ def rollout(policy, tasks, cfg, responder, generator, temperature, groups=None, 
     with concurrent.futures.ThreadPoolExecutor(16 if outside else 1) as threads:        # a judge takes its time
         for e, (reward, e.verdicts) in zip(episodes, threads.map(
                 lambda e: grade(e.task, e.calls, e.answers, e), episodes)):
-            e.reward = 0.0 if e.over == "malformed" else reward
+            e.reward, e.world = 0.0 if e.over == "malformed" else reward, None
     return episodes
 
 def end_turn(chat, e, cfg):
@@ -761,6 +762,26 @@ def answer_known(chat, e, rehearsal):
     """Answer calls that need no imagination: all in the real world; inline, those that do not fit the schemas."""
     while e.pending and ((error := check_call(e.tools, e.pending[0])) and rehearsal == "inline" or e.world):
         hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
+def spread(jobs, run):
+    """run(jobs), a result for each job. Where torchrun started several processes, each runs its share, and all get all
+    results, in the order of the jobs."""
+    parts = [run(jobs[RANK::PROCESSES])] * PROCESSES
+    if PROCESSES > 1:
+        torch.distributed.all_gather_object(parts, parts[0])
+    done = [None] * len(jobs)
+    for rank, part in enumerate(parts):
+        done[rank::PROCESSES] = part
+    return done
+
+def everyone(value):
+    """The value that each process has, in a list; nobody goes on before all have come here."""
+    return spread(range(PROCESSES), lambda _: [value])
+
+def first_of_all(make):
+    """What make() returns, called by the first process and then by the others, which find on the disk what it left."""
+    made = make() if RANK == 0 else None
+    everyone(None)
+    return make() if RANK else made
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 def role_advantages(episodes, baseline, scale=False):
     """{(episode number, role): A}: how much better an episode did than its group, as seen from one role: A = R - b. For
@@ -832,13 +853,18 @@ def surrogate_loss(policy, batch, cfg, reference=None):
     return loss, ratio.detach(), ((weight > 0) & (objective < ratio * advantage)).detach()
 
 def update(policy, optimizer, samples, cfg, reference=None):
-    """One optimiser step: (gradient norm, largest |ratio - 1|, share of tokens clipped), or None if not finite."""
+    """One optimiser step: (gradient norm, largest |ratio - 1|, share of tokens clipped), or None if not finite. Several
+    processes share the samples and add their gradients up: the step does not depend on how many they are."""
     optimizer.zero_grad(set_to_none=True)
     total, error, cut = 0.0, 0.0, 0
-    for batch in micro_batches(samples, cfg.token_budget):
+    for batch in micro_batches(samples[RANK::PROCESSES], cfg.token_budget):
         loss, ratio, clipped = surrogate_loss(policy, batch, cfg, reference)
         loss.backward()
         total, error, cut = total + loss.item(), max(error, (ratio - 1).abs().max().item()), cut + clipped.sum().item()
+    for p in [p for p in policy.model.parameters() if p.requires_grad and PROCESSES > 1]:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.distributed.all_reduce(p.grad)
+    total, error, cut = (merge(part) for merge, part in zip((sum, max, sum), zip(*everyone((total, error, cut)))))
     norm = torch.nn.utils.clip_grad_norm_(policy.model.parameters(), cfg.max_grad_norm).item()
     if not math.isfinite(total) or not math.isfinite(norm):
         return None
@@ -858,12 +884,13 @@ def train(cfg):
     require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     policy = None if cfg.model == "tiny" else load_policy(cfg.model, device, cfg)
     simulator = load_simulator(cfg, device)
-    run = RunFolder(cfg)                                # nothing is written before all of the above is known to work
+    run = first_of_all(lambda: RunFolder(cfg))          # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
     probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
-    policy = warm_start(learn, cfg, device, policy) if cfg.warm_start or not policy else policy
+    if cfg.warm_start or not policy:
+        policy = first_of_all(lambda: warm_start(learn, cfg, device, policy))
     learn, held_out, probed = (fitting(policy, part, cfg) for part in (learn, held_out, probed))
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, simulator, cfg), policy.frozen_copy() if cfg.kl else None
@@ -874,7 +901,7 @@ def train(cfg):
         state["base"] = evaluate(policy, held_out, cfg, "base", cfg.eval_samples)
         clock.lap("eval")
     rounds = range(state["round"], cfg.rounds)
-    for number in tqdm(rounds, "training", cfg.rounds, unit="round", initial=state["round"], disable=None):
+    for number in tqdm(rounds, "training", cfg.rounds, unit="round", initial=state["round"], disable=RANK or None):
         metrics, episodes = train_round(policy, optimizer, learn, cfg, number, simulator, reference, clock)
         state["round"] = number + 1
         if cfg.probe_every and state["round"] % cfg.probe_every == 0:
@@ -886,7 +913,7 @@ def train(cfg):
         run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
         require(state["skipped"] < 10, f"{run.path}: stopped after 10 steps without a finite loss; lower --lr")
-        if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"]:
+        if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"] and RANK == 0:
             run.checkpoint(policy, optimizer, state, clock)
     trained = evaluate(policy, held_out, cfg, "trained", cfg.eval_samples)
     clock.lap("eval")
@@ -925,8 +952,9 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
     groups = [n for n in range(len(chosen)) for _ in range(cfg.group)]
     if cfg.rehearsals and number >= cfg.rounds // 2:    # every second group acts with a memory; before, it cost reward
         chosen[::2] = private_rehearsal(policy, chosen[::2], cfg, f"round {number}")[0]
-    jobs, generator = [chosen[n] for n in groups], seeded(policy.device, cfg.seed, "round", number)
-    episodes = rollout(policy, jobs, cfg, cfg.responder, generator, cfg.temperature, groups, simulator)   # steps 2 to 4
+    generator = seeded(policy.device, cfg.seed, "round", number)
+    episodes = spread(groups, lambda part: rollout(policy, [chosen[n] for n in part], cfg, cfg.responder, generator,
+                                                   cfg.temperature, part, simulator))                   # steps 2 to 4
     clock.lap("rollout", tokens=sum(len(row.ids) for e in episodes for row in e.rows))
     steps = []
     for m in range(cfg.minibatches):
@@ -935,7 +963,7 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
         optimizer.param_groups[0]["lr"] = cfg.lr * pace
         steps.append(update(policy, optimizer, samples, cfg, reference) if samples else ())     # step 6; (): no signal
         clock.lap("update", tokens=sum(len(s.row.ids) for s in samples))
-    return round_metrics(episodes, steps, number, LEDGER["rollout"] - before), episodes
+    return round_metrics(episodes, steps, number, sum(everyone(LEDGER["rollout"] - before))), episodes
 
 def round_metrics(episodes, steps, number, world_calls):
     """A line of metrics.jsonl; README has the glossary. Nothing in it depends on the clock."""
@@ -1025,7 +1053,7 @@ def summarise(policy, tasks, texts, cfg):
                 {"role": "user", "content": f"{task.system}\n{task.user[0]}\n\n{text}"}]
                for task, text in zip(tasks, texts)]
     generator = seeded(policy.device, cfg.seed, "summary")
-    return compose(policy, prompts, cfg.memory_budget, cfg.temperature, generator)
+    return spread(prompts, lambda part: compose(policy, part, cfg.memory_budget, cfg.temperature, generator))
 
 def compose(policy, prompts, limit, temperature, generator):
     """What the policy writes in reply to each prompt (a list of messages), at most limit tokens."""
@@ -1056,6 +1084,7 @@ def mean(values):
 
 def seeded(device, *names):
     """A random generator that depends on the names alone: a resumed run draws what an uninterrupted one would."""
+    names += (f"process {RANK}",) * (RANK > 0)          # each process draws its own
     return torch.Generator(device).manual_seed(int(hashlib.sha256(repr(names).encode()).hexdigest()[:14], 16))
 
 def compare_responses(e):
@@ -1074,8 +1103,11 @@ def run_tasks(policy, tasks, cfg, responder, temperature, label, samples=1, simu
     """`samples` graded episodes of each task, for evaluation; the random numbers follow from the seed and the label."""
     jobs, done, size = [task for task in tasks for _ in range(samples)], [], cfg.tasks_per_round * cfg.group
     generator = seeded(policy.device, cfg.seed, label, responder)
-    for n in tqdm(range(0, len(jobs), size), desc=label, unit="batch", leave=False, disable=None):
-        done += rollout(policy, jobs[n:n + size], cfg, responder, generator, temperature, None, simulator, "evaluation")
+    for n in tqdm(range(0, len(jobs), size), desc=label, unit="batch", leave=False, disable=RANK or None):
+        done += spread(jobs[n:n + size], lambda part: rollout(
+            policy, part, cfg, responder, generator, temperature, None, simulator, "evaluation"))
+    for e, task in zip(done, jobs):                     # other processes sent copies
+        e.task = task
     return done
 
 def by_domain(episodes):
@@ -1101,10 +1133,11 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
             "by_domain": {domain: measures(*(part.get(domain, []) for part in parts)) for domain in parts[2]}}
 
 def write_json(path, content):
-    """Write a JSON file beside its place and move it there, so that it is never half written."""
+    """Write a JSON file beside its place and move it there, so that it is never half written. One process does."""
     part = Path(f"{path}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    if RANK == 0:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
 
 class RunFolder:
     """config.json, metrics.jsonl, episodes.jsonl, checkpoint.pt, and at the end result.json and model/."""
@@ -1125,7 +1158,7 @@ class RunFolder:
         """Append a line to metrics.jsonl, and the episodes, readable, to episodes.jsonl."""
         lines = [{"round": metrics["round"], "task": e.task.id, "user": e.task.user, "reward": e.reward,
                   "ended": e.over, "calls": e.calls, "responses": e.responses, "answers": e.answers} for e in episodes]
-        for name, rows in (("metrics.jsonl", [metrics]), ("episodes.jsonl", lines)):
+        for name, rows in (("metrics.jsonl", [metrics]), ("episodes.jsonl", lines)) if RANK == 0 else ():
             with open(self.path / name, "a", encoding="utf-8") as file:
                 file.write("".join(compact(row) + "\n" for row in rows))
     def checkpoint(self, policy, optimizer, state, clock):
@@ -1148,14 +1181,15 @@ class RunFolder:
             clock.seconds.update(saved["seconds"])
             clock.tokens.update(saved["tokens"])
             print(f"going on with {self.path} at round {state['round']}")
-        for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl"):
+        for path in (self.path / "metrics.jsonl", self.path / "episodes.jsonl") if RANK == 0 else ():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
             kept = [line for line in lines if (read_json(line) or {}).get("round", state["round"]) < state["round"]]
             path.write_text("".join(kept), encoding="utf-8")
         return state
     def finish(self, policy, state, trained, clock):
         """Save the policy and write result.json; returns its content."""
-        policy.save(self.path / "model")
+        if RANK == 0:
+            policy.save(self.path / "model")
         spent, total = clock.seconds, sum(clock.seconds.values())
         train = spent["rollout"] + spent["update"]
         seconds = {"warm_start": spent["warm_start"], "train": train, "eval": spent["eval"], "total": total}
@@ -1170,21 +1204,9 @@ class RunFolder:
 def command_train(cfg):
     """`train`: the whole job and its table."""
     result = train(cfg)
-    print(result_table(result))
+    print(reports().result_table(result))
     print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
           f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
-
-def result_table(result):
-    """A run's result as the table that `train` prints: base, trained, change."""
-    show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
-    lines = [f"{'held-out tasks':34}  base  trained  change"]
-    for name in ("all", *result["trained"]["by_domain"]):
-        base, trained = ({"all": part, **part["by_domain"]}[name] for part in (result["base"], result["trained"]))
-        for key in ("world_success", "world_success_greedy", "imagined_success", "fidelity", "reality_gap"):
-            change = None if None in (base[key], trained[key]) else trained[key] - base[key]
-            values = f"{show(base[key])}  {show(trained[key])}   {show(change, '+')}"
-            lines.append(f"{name + ': ' + key.replace('_', ' '):34}{values}")
-    return "\n".join(lines + result["base"]["report"] + result["trained"]["report"])
 
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
@@ -1198,29 +1220,6 @@ def open_policy(cfg):
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
     return policy, tasks, frozen_simulator(policy, load_simulator(cfg, policy.device), cfg)
 
-def command_rehearse(cfg):
-    """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
-    if cfg.compare:
-        return reports().compare(cfg)
-    policy, tasks, _ = open_policy(cfg)
-    tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
-    require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
-    before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
-    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before {len(tasks)} executions; calls to the world "
-          f"so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
-    executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
-    if len(executed) < len(tasks):
-        print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
-    for e in executed[:1]:
-        print("its execution: " + "; ".join(e.history))
-    for what, found in (("rehearsed", sum(pools, [])), ("remembered", sum(kept, [])), ("executed", executed)):
-        for name, part in by_domain(found).items():
-            truth = mean(same for _, same in fidelity(part))
-            known = "" if truth is None else f"  fidelity {truth:.3f}"
-            print(f"{what:10}  {name:10} success {mean(e.success for e in part):.3f}{known}")
-    for line in reports().report(executed or sum(pools, []), cfg.eval_samples, cfg.split):
-        print(line)
-
 def reports():
     """The commands that only measure and print. Imported late: they import from this file."""
     from toy_tasks import reports
@@ -1229,19 +1228,18 @@ def reports():
 MODEL_FLAGS = "preset seed device threads model dtype attention "
 BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round hidden layers heads
     gradient_checkpointing lora lr token_budget"""
-SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks tasks_dir reward judge judge_model user user_model split
-    responder rehearsal simulator temperature max_turns max_act_tokens max_response_tokens max_tokens tasks_per_round
-    group """
+SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks tasks_dir reward judge judge_model user user_model split rehearsal
+    temperature max_turns max_act_tokens max_response_tokens max_tokens tasks_per_round group """
 TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("compare", "split", "task"))
 COMMANDS = {  # function, flags, defaults of its own, purpose
     "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
-    "eval": (lambda cfg: reports().command_eval(cfg), SAVED_FLAGS + "eval_samples",
+    "eval": (lambda cfg: reports().command_eval(cfg), SAVED_FLAGS + "responder simulator eval_samples",
              {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
-    "show": (lambda cfg: reports().command_show(cfg), SAVED_FLAGS + "task baseline scale_advantages",
+    "show": (lambda cfg: reports().command_show(cfg), SAVED_FLAGS + "responder simulator task baseline "
+             "scale_advantages",
              {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
-    "rehearse": (command_rehearse, SAVED_FLAGS.replace("responder", "").replace("simulator", "") + """task eval_samples
-        rehearsals mode memory memory_budget compare""", {"model": "tiny", "rehearsals": 4},
-                 "imagine in private, remember, then act once in the world"),
+    "rehearse": (lambda cfg: reports().command_rehearse(cfg), SAVED_FLAGS + """task eval_samples rehearsals mode memory
+        memory_budget compare""", {"model": "tiny", "rehearsals": 4}, "imagine in private, then act once in the world"),
     "bench": (lambda cfg: reports().command_bench(cfg), BENCH_FLAGS, {},
               "speed, memory and precision with random weights, as a JSON line")}
 
@@ -1269,6 +1267,14 @@ def parse_flags(arguments):
     flags = vars(parser.parse_args(arguments))
     return flags.pop("command"), Config(**flags)
 
+def join_processes():
+    """Let this process know the others that torchrun started; only the first one prints."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", timeout=datetime.timedelta(days=1))
+    sys.stdout = open(os.devnull, "w") if RANK else sys.stdout
+
 def main(arguments=None):
     """Run a command; returns the exit status: 0, 2 for a mistake of the user's, 130 after Ctrl-C."""
     transformers.logging.set_verbosity_error()
@@ -1276,6 +1282,8 @@ def main(arguments=None):
     try:
         command, cfg = parse_flags(sys.argv[1:] if arguments is None else arguments)
         check_config(cfg, command)
+        if PROCESSES > 1:
+            join_processes()
         torch.set_num_threads(cfg.threads)
         torch.manual_seed(cfg.seed)                     # for new adapters; all else has generators of its own
         COMMANDS[command][0](cfg)

