@@ -1705,7 +1705,8 @@ torch.save([steps, policy.model.state_dict(), spread, E.everyone(E.RANK), first]
 def test_training_in_two_processes(tmp_path, task_file):
     """One run folder, one line a round, the first process alone prints; the run goes on with another number of them."""
     flags = run_flags(task_file, "run", rounds=3, **{"checkpoint-every": 1, "eval-samples": 2, "rehearsals": 2})
-    done = subprocess.run([*TORCHRUN, str(HERE / "envace_mini.py"), *flags], cwd=tmp_path, capture_output=True, text=True)
+    program = [str(HERE / "envace_mini.py"), *flags]
+    done = subprocess.run([*TORCHRUN, *program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nround ") + done.stdout.startswith("round ") == 3, done.stdout
     assert done.stdout.count("world success") == done.stdout.count("all: world success") * 4
@@ -1714,11 +1715,9 @@ def test_training_in_two_processes(tmp_path, task_file):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["episodes"] == 3 * 3 * 3 and (tmp_path / "run" / "model").is_dir()
     (tmp_path / "run" / "result.json").unlink()
-    done = subprocess.run([sys.executable, str(HERE / "envace_mini.py"), *flags], cwd=tmp_path, capture_output=True,
-                          text=True)
+    done = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "going on with run at round 3" in done.stdout, done.stderr
-    done = subprocess.run([*TORCHRUN, str(HERE / "envace_mini.py"), *flags, "--lr", "fast"], cwd=tmp_path,
-                          capture_output=True, text=True)
+    done = subprocess.run([*TORCHRUN, *program, "--lr", "fast"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and "error: argument --lr" in done.stderr
 
 # ---- 10. evaluation -------------------------------------------------------------------------------------------------

@@ -341,8 +341,6 @@ def test_bfcl_eval_end_to_end(tiny, tmp_path, monkeypatch, capsys):
     E.Policy(model, tiny.tokenizer, CPU).save(tmp_path / "model")
     load = benchmarks.BENCHMARKS["bfcl"]
     monkeypatch.setitem(benchmarks.BENCHMARKS, "bfcl", lambda *args: [t for t in load(*args) if t.split == "eval"][:2])
-    if not hasattr(benchmarks, "report"):
-        monkeypatch.setattr(benchmarks, "report", lambda *_: "", raising=False)
     assert E.main(["eval", "--tasks", "bfcl:base", "--model", str(tmp_path / "model"), "--threads", "1", "--max-tokens",
                    "30000", "--max-act-tokens", "4", "--temperature", "0"]) == 0
     out = capsys.readouterr().out

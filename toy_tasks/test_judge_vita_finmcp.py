@@ -810,6 +810,52 @@ def test_eval_and_train_say_whose_verdict_it_is(tiny, tmp_path, capsys):
         for where in ("world", "imagined"):
             assert f"{when}, {where}: static verdicts, split eval, 1 tasks; doing nothing: success 0.000" in told
 
+README = (HERE / "README.md").read_text(encoding="utf-8")
+MODELS = re.findall(r'^MODEL="(.*?)"', README, re.M)
+COMMANDS = re.findall(r"^(?:.*torchrun --nproc-per-node \d |python )(envace_mini.py .*--preset gpu.*)$", README, re.M)
+RECIPES = [command.replace("$MODEL", model) for command in COMMANDS     # a dry run of 1.7B would be that of 0.6B
+           for model in (MODELS[::2] if "$MODEL" in command else [""])]
+
+def test_the_readme_has_recipes():
+    assert len(MODELS) == 3 and sum("$MODEL" in command for command in COMMANDS) == 9
+    assert {name for command in COMMANDS for name in re.findall("--tasks ([a-z0-9]+):", command)} == {
+        "bfcl", "tau2", "vita", "finmcp"}
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_of_the_readme_runs(tiny, tmp_path, clone, monkeypatch, recipe):       # noqa: F811
+    """Each command, for one round, with a tiny random model, one short task a split, and stubs for servers."""
+    for name, package in (("bfcl:", "bfcl_eval"), ("tau2:", "tau2")):
+        if name in recipe:
+            pytest.importorskip(package)
+    words = recipe.partition("#")[0].split()[1:]
+    if not E.importlib.util.find_spec("peft") and "--lora" in words:
+        words[words.index("--lora") + 1] = "0"
+    finmcp(tmp_path)
+    (tmp_path / "schema.json").write_text(json.dumps([schema(name) for name in ("Quote", "News", "Risk")]))
+    own = own_file(tmp_path)
+    named = {"vitabench": clone, "finmcp:FILE.json": f"finmcp:{tmp_path / 'talks.json'}", "my_tasks.json": own,
+             "SCHEMAS.json": tmp_path / "schema.json", "FOLDER": tmp_path / "model"}
+    load = E.load_tasks
+    def short(where, cfg=None):
+        tasks = [task for task in load(where, cfg) if task.checks][:2] * 2
+        return [E.replace(task, split=split, system=task.system[:200], tools=task.tools[:3],
+                          secret=str(task.secret)[:200]) for task, split in zip(tasks, ("train", "eval"))]
+    monkeypatch.setattr(E, "load_tasks", short)
+    monkeypatch.setattr(own_tasks, "ask", lambda *args, **more: '{"verdicts": [true]}')
+    tiny.save(tmp_path / "model")
+    after = dict(model=tmp_path / "model", device="cpu", dtype="float32", threads=1, max_act_tokens=4, max_tokens=20000)
+    if words[0] == "eval" or words[0] == "train":
+        after.update(max_response_tokens=4, tasks_per_round=1)
+    if words[0] == "eval":
+        after.update(eval_samples=1)
+    if words[0] == "train" or words[0].startswith("--"):
+        after.update(rounds=1, eval_samples=1, group=2, probe_every=0, minibatches=1, tasks_per_round=1,
+                     out=tmp_path / "run")
+    if words[0] == "bench":
+        after.update(model="tiny", group=2, tasks_per_round=1)
+    assert run(*(named.get(word, word) for word in words),
+               *(part for key, value in after.items() for part in (f"--{key.replace('_', '-')}", value))) == 0
+
 def test_show_prints_no_judge(tmp_path, tiny, capsys):
     tiny.save(tmp_path / "model")
     where = own_file(tmp_path)
