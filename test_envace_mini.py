@@ -1666,6 +1666,28 @@ print(text, model.generate(ids, max_new_tokens=3).shape[1] > ids.shape[1], "enva
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
     assert "--lr" in done.stderr and done.stderr.count("\n") == 1
 
+def test_the_example_trains_by_rehearsal_alone(tiny, tmp_path):
+    """toy_tasks/example.json: tools that exist nowhere. The secret is the rehearse role's to read, never the actor's;
+    its reference calls pass its checks; no world is called; without a world there is no success in one."""
+    where = HERE / "toy_tasks" / "example.json"
+    tasks = E.load_tasks(str(where))
+    assert {task.split for task in tasks} == {"train", "eval"} and not any(task.world for task in tasks)
+    answers = {"full-0": ["full"], "full-1": ["Full."], "both-0": ["1", "4"]}
+    for task in tasks:
+        assert E.grade(task, task.reference, answers.get(task.id, ["Done."]))[0] == 1.0, task.id
+        assert E.grade(task, [], [""] * len(task.user))[0] == 0.0
+        assert not any(E.check_call(task.tools, call) for call in task.reference)
+        assert task.secret not in tiny.chat.decode(tiny.chat.opening(task))
+    tiny.save(tmp_path / "model")
+    before = E.LEDGER.total()
+    flags = {"rounds": 1, "tasks-per-round": 2, "group": 2, "minibatches": 1, "max-act-tokens": 6, "max-tokens": 2000,
+             "max-response-tokens": 6, "eval-samples": 1, "threads": 1, "rehearsal": "prompted", "probe-every": 0}
+    assert E.main(["train", "--tasks", str(where), "--model", str(tmp_path / "model"), "--out", str(tmp_path / "run"),
+                   *(str(part) for key, value in flags.items() for part in (f"--{key}", value))]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert E.LEDGER.total() == before and result["world_calls_in_rollouts"] == 0
+    assert result["trained"]["world_success"] is None and result["trained"]["imagined_success"] is not None
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 def test_an_update_does_not_depend_on_the_number_of_processes(tiny, tmp_path):

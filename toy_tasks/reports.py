@@ -9,6 +9,7 @@ from envace_mini import (ACT, CONTEXT, EXECUTE, LEDGER, REHEARSE, ROLE_NAMES, Co
                          compare_responses, fidelity, grade, load_policy, load_tasks, mean, open_policy, peak_memory,
                          pick_device, plan, private_rehearsal, remember, require, role_advantages, rollout, run_tasks,
                          seeded, self_judgement, training_samples, update, warm_start, write_json)
+from toy_tasks.own_tasks import reading
 
 COUNTS = (1, 2, 4, 8)                                   # rehearsals
 
@@ -16,7 +17,8 @@ def compare(cfg):
     """Run all arms with cfg.eval_samples seeds, print the table, and write compare.json into the run folder."""
     path, device = Path(cfg.out), pick_device(cfg)
     require((path / "model").is_dir(), f"--out {path}: no finished run, of which to compare base and trained policy")
-    run = Config(**json.loads((path / "config.json").read_text(encoding="utf-8")))
+    with reading(path / "config.json"):
+        run = Config(**json.loads((path / "config.json").read_text(encoding="utf-8")))
     tasks = [task for task in load_tasks(run.tasks, run) if task.world]
     base = None if run.model == "tiny" else load_policy(run.model, device, run)
     if run.warm_start or not base:                      # found beside the run, or made again
