@@ -101,6 +101,7 @@ def demonstrate(task, facts, rng, cfg, wrong_answers):
 def as_episode(task, script):
     """A demonstration as if it had been a rehearsal; a long one may have been cut by a limit."""
     e = Episode(task, 0, over="done")
+    e.row.extend([0], ACT, [-float(len(script))])       # the longer, the less likely: blunders make it longer
     for tag, text in script:
         said = parse_act(text) if tag == ACT else []
         if isinstance(said, str):

@@ -59,7 +59,7 @@ def one_trial(policy, tasks, cfg, label):
 
 JUDGES = {  # which rehearsal is carried out, without looking, in the world
     "majority of": lambda e, pool: collections.Counter(map(plan, pool))[plan(e)],
-    "best by self-judgement of": self_judgement,
+    "best by self-judgement of": lambda e, pool: self_judgement(e),
     "best by the checks (oracle) of": lambda e, pool: e.success}
 
 def summary(trials):
