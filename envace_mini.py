@@ -9,7 +9,7 @@ language model without an environment in the loop. This file is the method, on a
   4. go on from that response until the task is answered; reward the episode for task success      grade
   5. compare every episode with its group, once for each role: two baselines, one reward           role_advantages
   6. clipped policy gradient on the tokens that a role sampled, both roles at once                 surrogate_loss
-  7. repeat. The world was never asked, yet the policy comes to know it                            train
+  7. repeat. No response came from the world, yet the policy comes to know it                      train
 
 One episode, one token sequence; the tags under it say who wrote each token and so what is trained:
   <system: tools> <user: task>  {"name":"go",...}<end>  <tool:>  {"room":"hall"}<end>  <assistant:>  done<end>
@@ -26,7 +26,7 @@ Departures: here                                          in the paper, or in th
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
   a role alone in its group gets advantage 0              it keeps its raw reward
   inline, code refuses calls that do not fit the schemas  the rehearsal decides
-  learning rate 4e-4, falling to a tenth (tiny model)     1e-6 (--preset gpu)
+  learning rate 4e-4 (tiny model), falling to a tenth     1e-6 (--preset gpu; it falls, too)
   AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
 """
 import argparse, collections, concurrent.futures, contextlib, copy, datetime, hashlib, importlib.util, itertools, json
@@ -62,7 +62,7 @@ class Config:
     threads: int = option(2, "CPU threads of torch; more than there are free cores makes it several times slower")
     tasks: str = option("toy", "toy (the suite in toy_tasks/); a task file or a folder of task files of your own; "
                         "or a benchmark: bfcl:CATEGORY, tau2:DOMAIN, vita:DOMAIN, finmcp:FILE")
-    tasks_dir: str = option("", "folder of a benchmark's data that you have downloaded, where its package lacks them")
+    tasks_dir: str = option("", "what you downloaded of a benchmark; vita: the clone's folder, finmcp: tool schemas")
     reward: str = option("auto", "verdict on a benchmark's task: static (ground truth alone), official (its own "
                          "scorer), judge (a model); auto: official if it has one", "auto static official judge")
     judge: str = option("", "URL of an OpenAI-compatible endpoint that judges, as http://localhost:8000/v1; its key "
@@ -97,8 +97,8 @@ class Config:
     responder: str = option("rehearsal", "who answers: itself, a frozen model, the world", "rehearsal simulator world")
     rehearsal: str = option("inline", "inline: one row, one KV cache for both roles; prompted: a prompt of its own for "
                             "each response, which may show what the actor must not see", "inline prompted")
-    simulator: str = option("base", "with --responder simulator: base (the policy before training), or as --model")
-    temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (eval and show only)")
+    simulator: str = option("base", "with --responder simulator: as --model, or base (train only: the initial policy)")
+    temperature: float = option(1.0, "of sampling and of every log-probability; 0 is greedy (not in train)")
     max_turns: int = option(9, "act turns in an episode: the longest toy task needs 8, and one mistake is allowed")
     max_act_tokens: int = option(72, "tokens in an act turn; a call cut by the limit is never executed")
     max_response_tokens: int = option(32, "tokens in a rehearsed response")
@@ -113,7 +113,7 @@ class Config:
     lr_warmup: int = option(10, "optimiser steps over which it rises from 0; without it a weak policy can break")
     adam_eps: float = option(1e-6, "AdamW's eps: gradients far below it move little; at 1e-8 a rare token's tiny ones "
                              "make full steps, and the tiny model's JSON wears out")
-    clip: float = option(0.2, "clip range of the probability ratio")
+    clip: float = option(0.2, "how far a token's probability now / when sampled may leave 1 before it is cut")
     kl: float = option(0.0, "weight of the KL penalty to the initial policy; 0 keeps no copy of that policy")
     baseline: str = option("turn", "what a role's rewards are compared with: their mean over turns or over episodes, "
                            "or one mean for both roles (plain GRPO)", "turn trajectory pooled")
@@ -122,7 +122,7 @@ class Config:
     scale_advantages: bool = option(False, "divide a group's advantages by the standard deviation of its rewards")
     max_grad_norm: float = option(1.0, "gradients longer than this are scaled down to it")
     token_budget: int = option(2048, "padded tokens in one pass of an update: what fits caches and memory")
-    eval_samples: int = option(4, "sampled episodes a held-out task, before and after training and in eval")
+    eval_samples: int = option(4, "sampled episodes a held-out task, in train, eval and rehearse; --compare: seeds")
     probe_every: int = option(20, "rounds between two looks at the reality gap on held-out tasks; 0 for none")
     probe_tasks: int = option(40, "held-out tasks in such a look; each in the world and imagined, once")
     checkpoint_every: int = option(5, "rounds between two checkpoints, from which an interrupted run goes on")
@@ -134,14 +134,14 @@ class Config:
     memory: str = option("digest", "who condenses rehearsals: code (digest) or the policy (summary; for real models)",
                          "digest summary")
     memory_budget: int = option(100, "tokens of a rehearsal memory; the tiny model mixes up several entries")
-    compare: bool = option(False, "all ways to spend 1 to 8 rehearsals, by the run's base and its trained policy")
+    compare: bool = option(False, "all ways to spend 1 to 8 rehearsals on the run's tasks, by base and trained policy")
     split: str = option("eval", "which tasks eval, show and rehearse take", "eval train")
     task: str = option("", "id of the one task that show or rehearse takes; empty: show the first, rehearse all")
 
 PRESETS = {"cpu": {}, "gpu": dict(                      # one card; group, tasks a round and lr as in the reference run
     model="Qwen/Qwen3-0.6B", gradient_checkpointing=True, tasks_per_round=16, group=4, minibatches=1, lr=1e-6,
-    adam_eps=1e-8, rounds=200, token_budget=4096, memory_budget=1024, max_turns=12, max_act_tokens=256, max_response_tokens=128,
-    max_tokens=4096)}
+    adam_eps=1e-8, rounds=200, token_budget=4096, memory_budget=1024, max_turns=12, max_act_tokens=256,
+    max_response_tokens=128, max_tokens=4096)}
 
 def check_config(cfg, command):
     """Refuse values that cannot work, in one sentence that names the flag."""
@@ -171,7 +171,7 @@ def check_config(cfg, command):
     require(not cfg.lora or importlib.util.find_spec("peft"), "--lora needs the package peft: pip install peft")
 
 def pick_device(cfg):
-    """The torch device that --device names; auto means the first GPU where there is one."""
+    """The torch device that --device names; auto means the first GPU, or this process's own, where there is one."""
     return torch.device(cfg.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
 # ---- 2. Tasks, checks, worlds ---------------------------------------------------------------------------------------
 JSON_TYPES = dict(string=[str], integer=[int], number=[int, float], boolean=[bool], array=[list], object=[dict])
@@ -197,7 +197,7 @@ class Task:
     later: dict = field(default_factory=dict)          # {number of a user turn: tools that exist from then on}
     speaker: str = ""                                  # a key of USERS: who goes on after the turns in `user`
     hidden: dict = field(default_factory=dict)         # what a benchmark's world, user, checks know: in no prompt
-    stale: dict = field(default_factory=dict)          # same shape, wrong values: what demonstrations may believe
+    stale: dict = field(default_factory=dict)          # as facts, but wrong: what demonstrations may believe
     shuffle: list = field(default_factory=list)        # categories whose values demonstrations may permute
     start: dict = field(default_factory=dict)          # the world's state when the episode begins
     goal: list = field(default_factory=list)           # one goal a user turn, read by the demonstrations' oracle only
@@ -234,7 +234,7 @@ def misfit(value, schema, name, part="argument"):
         known, more = schema.get("properties", {}), schema.get("additionalProperties", True)
         parts = [(key, item, known.get(key, more)) for key, item in value.items()]
     for key, item, about in parts:
-        reason = f"unknown {part}" if about is False else about is not True and misfit(item, about, key, part)
+        reason = f"unknown {part}" if about is False else isinstance(about, dict) and misfit(item, about, key, part)
         if reason:
             return reason
 
@@ -249,7 +249,7 @@ class World:
     """A toy environment of one episode: facts that calls read, and a state that they change."""
     tools, categories, kept, blank = (), (), (), {}     # kept: the categories that calls change, a part of the state
     def __init__(self, task, purpose, facts=None):
-        self.schemas, self.purpose, self.facts = task.tools, purpose, facts or task.facts
+        self.schemas, self.purpose, self.facts = sum(task.later.values(), task.tools), purpose, facts or task.facts
         self.state = copy.deepcopy({**self.blank, **task.start, **{name: self.facts[name] for name in self.kept}})
     def call(self, call):
         """The response, a JSON object; {"error": reason} for a call that does not fit the schemas."""
@@ -298,7 +298,7 @@ class House(World):
         self.state["held"] = sorted(self.state["held"] + [item])
         return {"took": item}
 
-WORLDS = {"shop": Shop, "bank": Bank, "house": House}       # toy_tasks/benchmarks.py adds to these three:
+WORLDS = {"shop": Shop, "bank": Bank, "house": House}       # files in toy_tasks/ add to these, and to:
 VERDICTS = {}           # {kind of check: function(episode, check) -> verdict in [0, 1], None where none could be had}
 USERS = {}              # {speaker: function(policy, episodes, cfg, generator) -> their next user turns, None to end}
 
@@ -357,8 +357,8 @@ FALLBACK_TOOLS = """\n\nYou can call these functions (JSON Schema, one a line):\
 To call one, write <tool_call>{{"name": NAME, "arguments": {{...}}}}</tool_call>. When done, answer in plain words."""
 SIMULATOR = """You are the environment behind these functions (JSON Schema): {tools}
 Reply to the pending call with what its function returns, one JSON object and nothing else, in keeping with all earlier
-responses. Refuse with {{"error":"bad format"}}, {{"error":"unknown tool"}}, or {{"error":"wrong value of NAME"}} for an
-argument that does not fit. Calls that solve the task: {reference}\n{secret}"""
+responses. Refuse what does not fit with {{"error":"unknown tool"}}, or likewise "missing argument NAME",
+"unknown argument", "wrong type of NAME", "wrong value of NAME". Calls that solve the task: {reference}\n{secret}"""
 
 @dataclass
 class Turn:
@@ -411,7 +411,7 @@ class ChatFormat:
         self.controls = re.compile("|".join(map(re.escape, sorted(controls, key=len, reverse=True))) or r"(?!)")
         allowed = self.stop_ids | set(self.encode("<think></think><tool_call></tool_call>"))
         self.forbidden = set(tokenizer.all_special_ids) - allowed           # whoever samples one of these forges a turn
-        self.opened = weakref.WeakKeyDictionary()       # opening ids by task; a guided task lives for one round only
+        self.opened = weakref.WeakKeyDictionary()       # opening ids by task; one with a memory lives for a round only
         self.missing = set()                                                # see `probe`
         self.missing = self.probe()
         self.to_tool, self.tool_to_tool, self.to_act = self.separators("tool")
@@ -779,15 +779,21 @@ def everyone(value):
 
 def first_of_all(make):
     """What make() returns, called by the first process and then by the others, which find on the disk what it left."""
-    made = make() if RANK == 0 else None
-    everyone(None)
+    made = error = None
+    try:
+        made = make() if RANK == 0 else None
+    except UserError as mistake:
+        error = mistake
+    if error := everyone(error)[0]:                     # then nobody goes on
+        raise error
     return make() if RANK else made
 # ---- 6. Role-wise GRPO ----------------------------------------------------------------------------------------------
 def role_advantages(episodes, baseline, scale=False):
     """{(episode number, role): A}: how much better an episode did than its group, as seen from one role: A = R - b. For
     one role in one group, b is the mean reward over that role's turns (`turn`, as in the official reference run), over
     the episodes in which it speaks (`trajectory`), or over all episodes, whatever the role (`pooled`, plain GRPO). If a
-    role speaks in one episode only, A = 0; unscored episodes take no part. `scale` divides by the deviation of R."""
+    role speaks in one episode only, A = 0 (but for `pooled`). Unscored episodes take no part. `scale` divides by the
+    deviation of R."""
     advantages = {}
     for group, role in itertools.product({e.group for e in episodes}, ROLE_NAMES):
         members = [i for i, e in enumerate(episodes) if e.group == group and e.scored]
@@ -835,9 +841,10 @@ def micro_batches(samples, token_budget):
     return batches
 
 def surrogate_loss(policy, batch, cfg, reference=None):
-    """One micro-batch's share of the loss (shares add up to the loss of the update), ratios and clipped, both (B, T-1).
-    Clipped surrogate of PPO (arXiv 1707.06347) with a weight a token in place of a mean. The KL penalty, where there is
-    a reference, is GRPO's low-variance estimate exp(d) - d - 1 (arXiv 2402.03300), d = log(reference / policy)."""
+    """One micro-batch's share of the loss (shares add up to the update's); of every token the ratio of its probability
+    now to when it was sampled, and whether that was clipped, both (B, T-1). Clipped surrogate of PPO (arXiv 1707.06347)
+    with a weight a token in place of a mean. The KL penalty, where there is a reference, is GRPO's low-variance
+    estimate exp(d) - d - 1 (arXiv 2402.03300), d = log(reference / policy)."""
     rows = [s.row for s in batch]
     old = padded([row.logprobs for row in rows], policy.device)[:, 1:]                                        # (B, T-1)
     weight = padded([s.weights for s in batch], policy.device)[:, 1:]                                         # (B, T-1)
@@ -881,17 +888,17 @@ def train(cfg):
     device, tasks = pick_device(cfg), load_tasks(cfg.tasks, cfg)
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
-    require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     policy = None if cfg.model == "tiny" else load_policy(cfg.model, device, cfg)
     simulator = load_simulator(cfg, device)
     run = first_of_all(lambda: RunFolder(cfg))          # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
-    probed, clock = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out))), Clock()
+    clock = Clock()
     if cfg.warm_start or not policy:
         policy = first_of_all(lambda: warm_start(learn, cfg, device, policy))
-    learn, held_out, probed = (fitting(policy, part, cfg) for part in (learn, held_out, probed))
+    learn, held_out = (fitting(policy, part, cfg) for part in (learn, held_out))
+    probed = random.Random("probe").sample(held_out, min(cfg.probe_tasks, len(held_out)))
     clock.lap("warm_start")
     simulator, reference = frozen_simulator(policy, simulator, cfg), policy.frozen_copy() if cfg.kl else None
     weights = [p for p in policy.model.parameters() if p.requires_grad]
@@ -912,6 +919,8 @@ def train(cfg):
         state["skipped"] = 0 if metrics["steps"] else state["skipped"] + metrics["skipped_steps"]
         run.log({**metrics, **state["probe"]}, episodes[:2])
         tqdm.write(status_line(metrics, state["probe"], clock))
+        require(metrics["unscored"] + metrics["malformed"] < len(episodes) or not metrics["unscored"],
+                f"{run.path}: stopped, a whole round got no verdict: does the judge, or the user's model, reply?")
         require(state["skipped"] < 10, f"{run.path}: stopped after 10 steps without a finite loss; lower --lr")
         if state["round"] % cfg.checkpoint_every == 0 and not state["skipped"] and RANK == 0:
             run.checkpoint(policy, optimizer, state, clock)
@@ -934,6 +943,7 @@ def frozen_simulator(policy, simulator, cfg):
 
 def fitting(policy, tasks, cfg):
     """The tasks whose prompt leaves room for an act turn; says how many do not."""
+    require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: not all tasks have one")
     limit = min(cfg.max_tokens, policy.positions) - cfg.max_act_tokens
     fit = [task for task in tasks if len(policy.chat.opening(task)) <= limit]
     if len(fit) < len(tasks):
@@ -968,9 +978,9 @@ def train_round(policy, optimizer, tasks, cfg, number, simulator, reference, clo
 def round_metrics(episodes, steps, number, world_calls):
     """A line of metrics.jsonl; README has the glossary. Nothing in it depends on the clock."""
     endings, made = collections.Counter(e.over for e in episodes), [step for step in steps if step]
-    variety = collections.Counter(group for group, _ in {(e.group, e.reward) for e in episodes})    # rewards of a group
+    variety = collections.Counter(group for group, _ in {(e.group, e.reward) for e in episodes if e.scored})
     line = {"round": number, "reward": mean(e.reward for e in episodes), "success": mean(e.success for e in episodes),
-            "no_signal": mean(n == 1 for n in variety.values()), "grad_norm": mean(norm for norm, _, _ in made),
+            "no_signal": mean(variety[e.group] < 2 for e in episodes), "grad_norm": mean(norm for norm, _, _ in made),
             "fidelity": mean(same for _, same in fidelity(episodes)), "clipped": mean(cut for _, _, cut in made),
             "first_ratio_error": made[0][1] if made else None, "steps": len(made), "skipped_steps": steps.count(None),
             "truncated": endings["truncated"], "malformed": endings["malformed"],
@@ -1057,7 +1067,7 @@ def compose(policy, prompts, limit, temperature, generator):
     writers, chat = [Episode(None, 0) for _ in prompts], policy.chat
     for e, messages in zip(writers, prompts):
         e.row.extend(chat.encode(chat.render([{**m, "content": chat.escape(m["content"])} for m in messages])))
-    stream, live = Stream(policy, [e.row for e in writers]), writers
+    stream, live = writers and Stream(policy, [e.row for e in writers]), writers
     while live:
         stream.step(live, temperature, generator)
         live = [e for e in live if e.row.ids[-1] not in chat.stop_ids and not (
@@ -1087,8 +1097,9 @@ def seeded(device, *names):
 def compare_responses(e):
     """[(equal as JSON, what a fresh World answers after the same calls)] for every answered call of an episode."""
     world = WORLDS[e.task.world](e.task, "grading")
-    truths = [compact(world.call(call)) for call, _ in zip(e.calls, e.responses)]
-    key = lambda text: json.dumps(read_json(text), sort_keys=True)
+    truths = [compact(world.call(call)) if imagined else text       # real ones, and refusals by code, are what they are
+              for call, text, imagined in zip(e.calls, e.responses, e.rehearsed)]
+    key = lambda text: text if (value := read_json(text)) is None else json.dumps(value, sort_keys=True)
     return [(key(text) == key(truth), truth) for text, truth in zip(e.responses, truths)]
 
 def fidelity(episodes):
@@ -1112,16 +1123,18 @@ def by_domain(episodes):
     return {name: [e for e in episodes if e.task.domain == name] for name in sorted({e.task.domain for e in episodes})}
 
 def evaluate(policy, tasks, cfg, label, samples, greedy=True):
-    """Success on tasks in the World (sampled, greedy) and as imagined, fidelity, reality gap; the same by domain."""
+    """Success on tasks in the World (sampled, greedy) and as imagined; fidelity; reality gap (imagined minus world
+    success, on tasks with a world); the same by domain."""
     with_world = [task for task in tasks if task.world]
     world = run_tasks(policy, with_world, cfg, "world", cfg.temperature, f"{label}: world", samples)
     best = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy") if greedy else []
     imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", samples)
     def measures(*parts):
-        real, greedy, dreamt = (mean(e.success for e in part) for part in parts)
-        return {"world_success": real, "world_success_greedy": greedy, "imagined_success": dreamt,
+        real, best, dreamt = (mean(e.success for e in part) for part in parts)
+        both = mean(e.success for e in parts[2] if e.task.world)
+        return {"world_success": real, "world_success_greedy": best, "imagined_success": dreamt,
                 "fidelity": mean(same for _, same in fidelity(parts[2])),
-                "reality_gap": None if None in (real, dreamt) else dreamt - real}
+                "reality_gap": None if None in (real, both) else both - real}
     parts, pairs = [by_domain(episodes) for episodes in (world, best, imagined)], fidelity(imagined)
     lines = [f"{label}, {where}: {line.strip()}" for where, part in (("world", world), ("imagined", imagined))
              for line in reports().report(part, samples, "eval")]
@@ -1198,13 +1211,6 @@ class RunFolder:
         write_json(self.path / "result.json", result)
         return result
 # ---- 11. Commands ---------------------------------------------------------------------------------------------------
-def command_train(cfg):
-    """`train`: the whole job and its table."""
-    result = train(cfg)
-    print(reports().result_table(result))
-    print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
-          f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
-
 def open_policy(cfg):
     """(policy, tasks of the split, simulator) for eval and show."""
     trained = str(Path(cfg.out, "model").resolve())
@@ -1213,12 +1219,11 @@ def open_policy(cfg):
     tasks = [task for task in load_tasks(cfg.tasks, cfg) if task.split == cfg.split]
     require(tasks, f"--split {cfg.split}: --tasks {cfg.tasks} has no such task")
     tasks = fitting(policy, tasks, cfg)
-    require(cfg.responder != "world" or all(t.world for t in tasks), "--responder world: some tasks have no world")
     require(cfg.responder != "simulator" or cfg.simulator != "base", "--simulator: name a model folder")
     return policy, tasks, frozen_simulator(policy, load_simulator(cfg, policy.device), cfg)
 
 def reports():
-    """The commands that only measure and print. Imported late: they import from this file."""
+    """The commands, which measure and print. Imported late: they import from this file."""
     from toy_tasks import reports
     return reports
 
@@ -1228,17 +1233,15 @@ BENCH_FLAGS = MODEL_FLAGS + """max_act_tokens group max_tokens tasks_per_round h
 SAVED_FLAGS = MODEL_FLAGS + """thinking out tasks tasks_dir reward judge judge_model user user_model split rehearsal
     temperature max_turns max_act_tokens max_response_tokens max_tokens tasks_per_round group """
 TRAIN_FLAGS = " ".join(f.name for f in fields(Config) if f.name not in ("compare", "split", "task"))
-COMMANDS = {  # function, flags, defaults of its own, purpose
-    "train": (command_train, TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
-    "eval": (lambda cfg: reports().command_eval(cfg), SAVED_FLAGS + "responder simulator eval_samples",
-             {"model": "tiny", "responder": "world"}, "success of a policy on one split"),
-    "show": (lambda cfg: reports().command_show(cfg), SAVED_FLAGS + "responder simulator task baseline "
-             "scale_advantages",
-             {"model": "tiny", "group": 4}, "one episode, token by token, and the world"),
-    "rehearse": (lambda cfg: reports().command_rehearse(cfg), SAVED_FLAGS + """task eval_samples rehearsals mode memory
-        memory_budget compare""", {"model": "tiny", "rehearsals": 4}, "imagine in private, then act once in the world"),
-    "bench": (lambda cfg: reports().command_bench(cfg), BENCH_FLAGS, {},
-              "speed, memory and precision with random weights, as a JSON line")}
+COMMANDS = {  # flags, defaults of its own, purpose; the function is reports.command_NAME
+    "train": (TRAIN_FLAGS, {}, "train a policy, evaluate before and after"),
+    "eval": (SAVED_FLAGS + "responder simulator eval_samples", {"model": "tiny", "responder": "world"},
+             "success of a policy on one split"),
+    "show": (SAVED_FLAGS + "responder simulator task baseline scale_advantages", {"model": "tiny", "group": 4},
+             "one episode, token by token, and the world"),
+    "rehearse": (SAVED_FLAGS + "task eval_samples rehearsals mode memory memory_budget compare",
+                 {"model": "tiny", "rehearsals": 4}, "imagine in private, remember, then act once in the world"),
+    "bench": (BENCH_FLAGS, {}, "speed, memory and precision with random weights, as a JSON line")}
 
 class Parser(argparse.ArgumentParser):
     """argparse, whose mistakes are UserErrors like all others."""
@@ -1253,7 +1256,7 @@ def parse_flags(arguments):
     preset = PRESETS.get(named[-1], {}) if named else {}
     parser = Parser(prog="envace_mini.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    for command, (_, flags, defaults, help) in COMMANDS.items():
+    for command, (flags, defaults, help) in COMMANDS.items():
         sub = commands.add_parser(command, help=help, description=help, allow_abbrev=False)
         for f in [f for f in fields(Config) if f.name in flags.split()]:
             default = {**preset, **defaults}.get(f.name, f.default)
@@ -1283,7 +1286,7 @@ def main(arguments=None):
             join_processes()
         torch.set_num_threads(cfg.threads)
         torch.manual_seed(cfg.seed)                     # for new adapters; all else has generators of its own
-        COMMANDS[command][0](cfg)
+        getattr(reports(), f"command_{command}")(cfg)
         return 0
     except (UserError, OSError, torch.OutOfMemoryError) as error:           # OSError: a full disk, a closed pipe
         memory = "out of GPU memory: lower --token-budget (the run goes on) or, with a new --out, --tasks-per-round"

@@ -1688,6 +1688,75 @@ def test_the_example_trains_by_rehearsal_alone(tiny, tmp_path):
     assert E.LEDGER.total() == before and result["world_calls_in_rollouts"] == 0
     assert result["trained"]["world_success"] is None and result["trained"]["imagined_success"] is not None
 
+def test_tools_that_come_later_in_a_task_file(tmp_path):
+    """Checks, reference and a toy world know them; their turns must exist, their names be their own."""
+    later = tool("open", at={"type": "string"})
+    call = E.tool_call("open", at="x")
+    entry = {**GOOD, "user": ["u", "v"], "later": {"1": [later]}, "reference": [call],
+             "checks": [{"kind": "calls", "calls": [call]}]}
+    (task,) = E.load_tasks(write_tasks(tmp_path / "later.json", entry))
+    assert E.check_call(E.Episode(task, 0).tools, call) == "unknown tool"
+    assert E.check_call(E.Episode(task, 0, answers=["a"]).tools, call) is None
+    for wrong in ({"9": [later]}, {"0": [later]}, {"one": [later]}, {"1": GOOD["tools"]}):
+        with pytest.raises(E.UserError, match="field '(later|tools)'"):
+            E.load_tasks(write_tasks(tmp_path / "wrong.json", {**entry, "later": wrong}))
+    shop = make_task("shop")
+    buy = [t for t in shop.tools if t["function"]["name"] == "buy"]
+    split = dataclasses.replace(shop, user=["u", "v"], later={"1": buy}, tools=[t for t in shop.tools if t not in buy])
+    assert new_world(split).call(E.tool_call("buy", item="pen")) == new_world(shop).call(E.tool_call("buy", item="pen"))
+
+@pytest.mark.parametrize("field, value", [
+    ("history", [{"role": "user", "content": "u", "tool_calls": 5}]), ("history", [{"role": "system", "content": "u"}]),
+    ("domain", "all"), ("domain", "tokens"), ("memory", "m"), ("hidden", {"verdict": "official"}), ("speaker", "tau2")])
+def test_fields_of_a_task_file_that_are_not_the_users(tmp_path, field, value):
+    with pytest.raises(E.UserError, match=f"field '{field}'"):
+        E.load_tasks(write_tasks(tmp_path / "wrong.json", {**GOOD, field: value}))
+
+@pytest.mark.parametrize("more", ["x", None, 3])
+def test_additional_properties_of_any_kind_can_be_read(more):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"additionalProperties": more}}}]
+    assert E.check_call(tools, E.tool_call("f", a=1)) is None
+
+def test_groups_without_two_different_rewards_give_no_signal():
+    some = [hand_episode(0, 1.0, acts=1), hand_episode(0, 1.0, acts=1), hand_episode(0, None, acts=1),
+            hand_episode(1, 1.0, acts=1), hand_episode(1, 0.0, acts=1), hand_episode(1, None, acts=1),
+            *(hand_episode(2, None, acts=1) for _ in range(3))]
+    for e in some:
+        e.task = make_task()
+    assert E.round_metrics(some, [], 0, 0)["no_signal"] == pytest.approx(2 / 3)     # groups 0 and 2
+    assert E.round_metrics(some, [], 0, 0)["unscored"] == 5
+
+def test_only_imagined_responses_are_compared():
+    """A refusal by code is no imagination, and is not carried out in the world that the others are compared with."""
+    e = E.Episode(make_task("house"), 0, calls=[go("up"), go("north")], responses=['{"error":"no"}', "null"],
+                  rehearsed=[False, True])
+    (refused, shown), (same, truth) = E.compare_responses(e)
+    assert refused and shown == '{"error":"no"}' and not same and truth == '{"room":"attic"}'
+    e.responses[1] = "attic, I think"                   # no JSON, so it is not equal to a null either
+    assert not E.compare_responses(e)[1][0]
+    assert len(E.fidelity([e])) == 1
+
+def test_the_gap_is_that_of_tasks_with_a_world(tiny, monkeypatch):
+    there, nowhere = make_task("shop"), dataclasses.replace(make_task("shop"), id="nowhere", world="")
+    def outcome(policy, tasks, cfg, responder, *rest):
+        wins = {"world": 1.0, "rehearsal": 0.0}
+        return [E.Episode(t, 0, over="done", reward=1.0, verdicts=[wins[responder] if t.world else 1.0]) for t in tasks]
+    monkeypatch.setattr(E, "run_tasks", outcome)
+    found = E.evaluate(tiny, [there, nowhere], E.Config(), "x", 1)
+    assert (found["world_success"], found["imagined_success"], found["reality_gap"]) == (1.0, 0.5, -1.0)
+
+def test_a_round_without_any_verdict_stops_the_run(tiny, task_file, tmp_path, monkeypatch, capsys):
+    tiny.save(tmp_path / "model")
+    grade = E.grade
+    monkeypatch.setattr(E, "grade", lambda *found: (None, [None]))
+    flags = run_flags(task_file, tmp_path / "run", model=tmp_path / "model")
+    assert E.main(flags) == 2 and "a whole round got no verdict" in capsys.readouterr().err
+    monkeypatch.setattr(E, "grade", grade)
+    assert E.main(flags) == 0 and [line["round"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
+
+def test_nothing_to_compose(tiny):
+    assert E.compose(tiny, [], 5, 1.0, None) == []
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 def test_an_update_does_not_depend_on_the_number_of_processes(tiny, tmp_path):
@@ -1741,6 +1810,9 @@ def test_training_in_two_processes(tmp_path, task_file):
     assert done.returncode == 0 and "going on with run at round 3" in done.stdout, done.stderr
     done = subprocess.run([*TORCHRUN, *program, "--lr", "fast"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and "error: argument --lr" in done.stderr
+    done = subprocess.run([*TORCHRUN, *program, "--group", "4"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0 and done.stderr.count("error: --out run holds a run of another configuration") == 2
+    assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/")[0]
 
 # ---- 10. evaluation -------------------------------------------------------------------------------------------------
 
@@ -2109,14 +2181,15 @@ def test_a_real_model(capsys, tmp_path):
 
 # ---- 12. private rehearsal and committed execution ------------------------------------------------------------------
 
-def imagined(calls=(), responses=(), answers=(), over="done", acted=-1.0, task=None):
-    """A rehearsal by hand, whose act tokens have one log-probability in sum."""
+def imagined(calls=(), responses=(), answers=(), over="done", acted=-1.0, task=None, heard=-50.0):
+    """A rehearsal by hand, whose act and rehearse tokens have one log-probability each in sum."""
     e = E.Episode(task, 0, calls=list(calls), responses=list(responses), answers=list(answers), over=over)
     e.history = [line for call, response in zip(calls, responses)
                  for line in (f"call: {E.compact(call)}", f"response: {response}")]
     e.history += [f"assistant: {answer}" for answer in answers]
     e.row.extend([1], ACT, [acted])
-    e.row.extend([2], REHEARSE, [-50.0])                # what the rehearse role found likely does not count
+    e.row.extend([0])
+    e.row.extend([2], REHEARSE, [heard])
     return e
 
 WELL, OFTEN = imagined([go("north")], ['{"room":"attic"}'], ["done"], acted=-9.0), imagined(answers=["no"], acted=-2.0)
@@ -2125,18 +2198,20 @@ CUT = imagined([go("east")], ['{"room":"den"}'], over="truncated", acted=-0.1)
 SIZE = len                                              # of a text: characters stand for tokens here
 
 def test_self_judgement_by_hand():
-    """An end is worth more than no errors, no errors more than agreement, agreement more than likelihood."""
-    often = [OFTEN, imagined(answers=["no"], acted=-3.0)]
-    pool = [CUT, ERROR, *often, WELL]
-    assert [E.self_judgement(e, pool) for e in pool] == [
-        (False, 0, 1, -0.1), (True, -1, 1, -0.1), (True, 0, 2, -2.0), (True, 0, 2, -3.0), (True, 0, 1, -9.0)]
-    assert sorted(pool, key=lambda e: E.self_judgement(e, pool), reverse=True) == [*often, WELL, ERROR, CUT]
+    """An end is worth more than likelihood; the likelihood is that of both roles, in all rows."""
+    pool = [CUT, WELL, OFTEN, ERROR, imagined(answers=["yes"], acted=-8.0, heard=-1.0)]
+    assert [E.self_judgement(e) for e in pool] == [
+        (False, -50.1), (True, -59.0), (True, -52.0), (True, -50.1), (True, -9.0)]
+    assert sorted(pool, key=E.self_judgement, reverse=True) == [pool[4], ERROR, OFTEN, WELL, CUT]
+    prompted = imagined(answers=["no"], acted=-2.0, heard=0.0)
+    prompted.asides = [hand_row((REHEARSE, [5, 6])), hand_row((REHEARSE, [7]))]     # -1.0 a token
+    assert E.self_judgement(prompted) == (True, -5.0)
 
 def test_digest_by_hand():
     pool = [CUT, WELL, ERROR, OFTEN, imagined(answers=["no"], acted=-3.0)]
-    expected = ["2 of 5, well: no",
+    expected = ['1 of 5, with errors: {"name":"take","arguments":{"item":"key"}} {"error":"not here"} no',
+                "2 of 5, well: no",
                 '1 of 5, well: {"name":"go","arguments":{"direction":"north"}} {"room":"attic"} done',
-                '1 of 5, with errors: {"name":"take","arguments":{"item":"key"}} {"error":"not here"} no',
                 '1 of 5, unfinished: {"name":"go","arguments":{"direction":"east"}} {"room":"den"}']
     for budget in range(sum(map(len, expected)) + 10):
         text, kept = E.digest(pool, budget, SIZE)
@@ -2144,7 +2219,7 @@ def test_digest_by_hand():
         for entry in expected:
             wanted += [entry] if len("\n".join([*wanted, entry])) <= budget else []
         assert text == "\n".join(wanted) and len(text) <= budget and len(kept) == len(wanted)
-    assert kept == [OFTEN, WELL, ERROR, CUT]
+    assert kept == [ERROR, OFTEN, WELL, CUT]
     assert E.digest([], 99, SIZE) == ("", [])
 
 def test_a_budget_below_every_entry_is_refused(tiny):

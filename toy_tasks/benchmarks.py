@@ -1,7 +1,6 @@
-"""Adapters of four published benchmarks, imported only when --tasks names one. Each contributes a loader (tasks as
-`Task`), verdicts (kinds of checks, in VERDICTS), and where the benchmark has them a world (WORLDS) and a user (USERS).
-Task.hidden says whose verdict it is: static (from the task's ground truth alone), official (the benchmark's own
-scorer) or judge (a model); and in `label` what differs from an official run. Nothing of a benchmark is copied here."""
+"""Adapters of four published benchmarks: loaders, verdicts (kinds of checks), where there are any worlds and users.
+Task.hidden says whose verdict it is: static (from the task's ground truth alone), official (the benchmark's own scorer)
+or judge (a model); and in `label` what differs from an official run."""
 import ast, collections, datetime, functools, importlib.metadata, importlib.util, inspect, itertools, json, re, sys
 import threading, uuid
 from importlib.resources import files
@@ -12,7 +11,6 @@ from envace_mini import (LEDGER, USERS, VERDICTS, WORLDS, Task, UserError, World
 from toy_tasks.own_tasks import let_judge, read_array, reading, replies, resolve, tool_schema
 
 BENCHMARKS = {}                                         # {name: loader(what follows the colon, cfg) -> tasks}
-
 def load(where, cfg):
     """The tasks that --tasks names, as bfcl:base."""
     name, _, rest = where.partition(":")
@@ -28,6 +26,7 @@ def load_bfcl(category, cfg):
     """The tasks of a category, or of all. The package's `utils` and `eval_runner` would write into site-packages."""
     require(category in (*BFCL, "all"), f"--tasks bfcl:{category}: the categories are {', '.join(BFCL)} and all")
     require(cfg.reward != "judge", "--reward judge: bfcl has no judge verdict; take official (what auto is) or static")
+    require(cfg.user == "script", f"--user {cfg.user}: the user turns of bfcl are fixed; only script will do")
     found = next((package.version for package in importlib.metadata.distributions(name="bfcl-eval")), "missing")
     require(found == "2026.3.23" and importlib.util.find_spec("mpmath"),
             f"--tasks bfcl needs bfcl-eval 2026.3.23 (here: {found}) and mpmath: {BFCL_INSTALL}")
@@ -368,6 +367,15 @@ def finmcp_message(m, broken):
 def finmcp_calls(messages):
     return [call["function"] for m in messages for call in m.get("tool_calls", ())]
 
+def finmcp_heard(messages):
+    """The calls, each with its recorded response: the next with its id, or where no id fits the next of all."""
+    calls = [(call.get("id"), {**call["function"]}) for m in messages for call in m.get("tool_calls", ())]
+    for m in [m for m in messages if m["role"] == "tool"]:
+        waiting = [(key, call) for key, call in calls if "response" not in call]
+        for _, call in ([pair for pair in waiting if pair[0] == m.get("tool_call_id")] or waiting)[:1]:
+            call["response"] = m["content"]
+    return [{"response": "", **call} for _, call in calls]
+
 def finmcp_tools(talks, cfg):
     """The schemas in --tasks-dir, a JSON array of OpenAI functions, else all that the file's calls tell of them."""
     if cfg.tasks_dir:
@@ -382,19 +390,21 @@ def load_finmcp(path, cfg):
     """A task for each user turn that has calls, after the true history; a row is a conversation, every fourth is for
     evaluation. All tools are offered: a row's tool_list names those that its answer needs."""
     require(Path(path).is_file(), f"finmcp:{path}: no such file; hf download DianJin/FinMCP-Bench --repo-type dataset")
-    require(cfg.reward != "judge", "--reward judge: FinMCP-Bench has nothing that a judge could be asked")
+    require(cfg.reward in ("auto", "static") and cfg.user == "script",
+            "--tasks finmcp: --reward is static, and --user is script")
     talks, broken, tasks = [], [], []
     for k, row in enumerate(read_array(path)):
         with reading(f"{path}: row number {k}"):
             talks.append((str(row["id"]), [finmcp_message(m, broken) for m in row["messages"]]))
     tools = finmcp_tools(talks, cfg)
+    for call in (call for _, messages in talks for call in finmcp_calls(messages)):
+        require(call["name"] in str(tools), f"{cfg.tasks_dir}: no schema of {call['name']}, which {path} calls")
     for k, (name, messages) in enumerate(talks):
         system = "\n".join(m["content"] for m in messages if m["role"] == "system") or "You are a financial assistant."
         messages = [m for m in messages if m["role"] != "system"]
         users = [n for n, m in enumerate(messages) if m["role"] == "user"]
         for n, end in zip(users, [*users[1:], None]):
-            calls, heard = finmcp_calls(messages[n:end]), [m["content"] for m in messages[n:end] if m["role"] == "tool"]
-            now = [{**call, "response": text} for call, text in zip(calls, heard + [""] * len(calls))]
+            calls, now = finmcp_calls(messages[n:end]), finmcp_heard(messages[n:end])
             check = {"kind": "finmcp_tf1", "names": [call["name"] for call in calls]}
             hidden = {"verdict": "static", "label": FINMCP_LABEL, "metric": finmcp_micro, "talk": k, "gold": now}
             tasks += [Task(f"{name}.{users.index(n)}", system, tools, [messages[n]["content"]], [check], "finmcp",
@@ -418,7 +428,7 @@ class Replay(World):
         same = [gold for gold in self.gold if gold["name"] == call["name"]]
         equal = [gold for gold in same if gold["arguments"] == call["arguments"]]
         text = [*equal, *same, {"response": '{"error":"nothing recorded"}'}][0]["response"]
-        return read_json(text) or text
+        return text if (value := read_json(text)) is None else value
 
 def finmcp_tf1(e, check):
     """F1 of the names of the tools called, each as often as it was; arguments do not count."""

@@ -1,6 +1,6 @@
 """Task files of one's own, every field of which is checked; tool schemas of any task; a model as judge."""
 import concurrent.futures, contextlib, http.client, itertools, json, math, os, random, re, time
-import urllib.error, urllib.request
+import urllib.error, urllib.parse, urllib.request
 from pathlib import Path
 from envace_mini import (JSON_TYPES, VERDICTS, WORLDS, Task, UserError, World, compact, compose, misfit, read_json,
                          require, spoken)
@@ -19,21 +19,24 @@ ARGUMENT["properties"].update(items=ARGUMENT, properties={**MAP, "additionalProp
 PARAMETERS = object_of([], properties={**MAP, "additionalProperties": ARGUMENT}, required=list_of(TEXT))
 TOOL = object_of(["function"], function=object_of(["name"], name=TEXT, description=TEXT, parameters=PARAMETERS))
 CALL = object_of(["name", "arguments"], name=TEXT, arguments=MAP)
-MESSAGE = object_of(["role", "content"], role={"enum": ["user", "assistant", "tool"]}, content=TEXT)
+MESSAGE = object_of(["role", "content"], False, role={"enum": ["user", "assistant", "tool"]}, content=TEXT)
 QUESTION = object_of(["question", "weight"], False, question=TEXT, weight=NUMBER)
 CHECKS = {"calls": ("calls", list_of(CALL)), "max_calls": ("calls", {"type": "integer"}), "answer": ("equals", TEXT),
           "state": ("equals", MAP), "judge": ("questions", list_of(QUESTION))}
 TASK = object_of(["id", "system", "tools", "user", "checks"], False, id=TEXT, system=TEXT, tools=list_of(TOOL),
                  user=list_of(TEXT), checks=list_of(MAP), domain=TEXT, split={"enum": ["train", "eval"]}, world=TEXT,
-                 secret=TEXT, memory=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP},
+                 secret=TEXT, reference=list_of(CALL), facts={**MAP, "additionalProperties": MAP},
                  history=list_of(MESSAGE), later={**MAP, "additionalProperties": list_of(TOOL)},
                  start=MAP, goal=list_of(LIST), stale={**MAP, "additionalProperties": MAP}, shuffle=list_of(TEXT))
+
+RESERVED = ("all", "world calls", "tokens", "true", "deviation")        # columns of the tables, beside the domains
 
 def load(where, cfg):
     """The tasks that --tasks names: a benchmark's, or a file's or folder's."""
     if where.partition(":")[0] in ("bfcl", "tau2", "vita", "finmcp"):
         from toy_tasks import benchmarks
         return usable(benchmarks.load(where, cfg))
+    require(cfg.reward == "auto" and cfg.user == "script", "--reward and --user are for benchmarks alone")
     return load_files(where, cfg)
 
 def load_files(where, cfg):
@@ -64,18 +67,22 @@ def make_task(where, entry):
         require(name in entry, f"{where}: field '{name}' is missing")
         reason = misfit({name: entry[name]}, {**TASK, "required": []}, "it", "entry")
         require(not reason, f"{where}: field '{name}': {reason}")
-    task, tools = Task(**entry), {tool["function"]["name"]: tool["function"] for tool in entry["tools"]}
+    task = Task(**entry)
+    offered = sum(task.later.values(), task.tools)
+    tools = {tool["function"]["name"] for tool in offered}
     world, facts, called = WORLDS.get(task.world, World), {*task.facts}, {call["name"] for call in task.reference}
     for fits, name, message in [
             (task.user, "user", "must not be empty"), (task.checks, "checks", "must not be empty"),
-            (not bad_tools(task.tools), "tools", bad_tools(task.tools)),
+            (not bad_tools(offered), "tools", bad_tools(offered)),
+            ({*task.later} <= {*map(str, range(1, len(task.user)))}, "later", "must map numbers of later user turns"),
+            (task.domain not in RESERVED, "domain", f"must not be one of {', '.join(RESERVED)}"),
             (task.world in ("", *WORLDS), "world", f"must be one of {', '.join(WORLDS)}"),
-            (not task.world or {*tools} <= {*world.tools}, "tools", f"this world has {world.tools}"),
+            (not task.world or tools <= {*world.tools}, "tools", f"this world has {world.tools}"),
             (facts >= {*world.categories}, "facts", f"must map {world.categories}"),
             (facts >= {*task.stale}, "stale", "must name categories of 'facts'"),
             (facts >= {*task.shuffle}, "shuffle", "must name categories of 'facts'"),
             (len(task.goal) in (0, len(task.user)) and all(task.goal), "goal", "must have a list for each user turn"),
-            (called <= {*tools}, "reference", "calls an unknown tool")]:
+            (called <= tools, "reference", "calls an unknown tool")]:
         require(fits, f"{where}: field '{name}': {message}")
     for number, check in enumerate(task.checks):
         key, value = CHECKS.get(str(check.get("kind")), ("kind", {"enum": [*CHECKS]}))
@@ -84,7 +91,7 @@ def make_task(where, entry):
         called = {call["name"] for call in check["calls"]} if check.get("kind") == "calls" and not reason else set()
         asked = check["questions"] if check.get("kind") == "judge" and not reason else [{}]
         weights = [part.get("weight", 1) for part in (check, *asked)] if not reason else []
-        for wrong, message in [(reason, reason), (called - {*tools}, f"unknown tool in {sorted(called)}"),
+        for wrong, message in [(reason, reason), (called - tools, f"unknown tool in {sorted(called)}"),
                                (check.get("kind") == "state" and not task.world, "no world has this state"),
                                (not asked, "'questions' must not be empty"),
                                (not all(0 < weight < math.inf for weight in weights), "'weight' must be above 0")]:
@@ -128,13 +135,15 @@ def reading(place):
     """What goes wrong while a file or one of its records is read becomes one sentence that names the place."""
     try:
         yield
-    except (LookupError, TypeError, AttributeError, ValueError, OSError, StopIteration, SyntaxError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, OSError, StopIteration, SyntaxError,
+            RecursionError) as error:
         raise UserError(f"{place}: missing, cut off or of another form ({type(error).__name__}: {error})")
 
 def read_array(path):
     """The JSON array of a file."""
     with reading(path):
         rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        compact(rows).encode()                          # a lone surrogate can stand in JSON, but in no file
     require(isinstance(rows, list) and rows, f"{path}: must hold a JSON array with at least one entry")
     return rows
 # ---- A model as judge, or as user -----------------------------------------------------------------------------------
@@ -144,11 +153,20 @@ transcript shows it. Reply with a JSON object and nothing else, a truth value fo
 {"verdicts": [true, false]}"""
 NEWS = {"judge": "the judge gives no reply, or none of the form asked for: such episodes stay unscored"}
 
+def check_endpoint(url, model, flag):
+    """Refuse what cannot be an endpoint, before anything is asked of it."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not re.search(r"\s", url)
+    except ValueError:                                  # a port that is no number
+        fits = False
+    require(fits and model, f"{flag} must be like http://localhost:8000/v1, with {flag}-model")
+
 def ask(url, model, messages, flag="--judge", tries=4, timeout=120.0, pause=1.0, **more):
     """What a model at an OpenAI-compatible endpoint replies, or None if it never does: silence, no connection, 429, 5xx
     and malformed replies are tried again, after pauses that double (with jitter: many threads ask at once). The key
     comes from the environment alone; no message shows it, and it is not sent on to where a reply redirects."""
-    require(re.match("https?://", url) and model, f"{flag} must be like http://localhost:8000/v1, with {flag}-model")
+    check_endpoint(url, model, flag)
     body, key = json.dumps({"model": model, "messages": messages, **more}).encode(), os.environ.get("OPENAI_API_KEY")
     request = urllib.request.Request(f"{url.rstrip('/')}/chat/completions", body, {"Content-Type": "application/json"})
     if key:
@@ -163,7 +181,7 @@ def ask(url, model, messages, flag="--judge", tries=4, timeout=120.0, pause=1.0,
         except urllib.error.HTTPError as error:
             require(error.code == 429 or error.code >= 500, f"{flag}: the endpoint answers {error.code}: is the URL "
                     f"right, does it know {flag}-model, can that read so much, is OPENAI_API_KEY set?")
-        except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, http.client.HTTPException):
             pass
 
 def replies(policy, prompts, cfg, generator):
@@ -171,7 +189,8 @@ def replies(policy, prompts, cfg, generator):
     if cfg.user == "policy":
         return compose(policy, prompts, cfg.max_act_tokens, 0.0, generator)
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
-        return list(threads.map(lambda messages: ask(cfg.user, cfg.user_model, messages, "--user"), prompts))
+        texts = list(threads.map(lambda messages: ask(cfg.user, cfg.user_model, messages, "--user"), prompts))
+    return [text and spoken(text).strip() for text in texts]            # thoughts are nobody else's
 
 def judge(e, check):
     """The weighted share of check["questions"], [{"question", "weight"}], that a model affirms of an episode, rehearsed
@@ -184,7 +203,7 @@ def judge(e, check):
     shown = compact({"transcript": lines, "questions": questions})
     messages = [{"role": "system", "content": JUDGE}, {"role": "user", "content": f"{shown}\n{demand}"}]
     for _ in range(3):
-        text = ask(*e.task.hidden["judge"], messages, temperature=0, max_tokens=1024)
+        text = ask(*e.task.hidden["judge"], messages, temperature=0, max_tokens=4096)
         if text is None:
             break
         reply = read_json(spoken(text).strip().removeprefix("```json").strip("`\n "))
@@ -199,6 +218,7 @@ def let_judge(task, cfg):
     """The task; if it has a check of kind `judge`, it knows its judge, apart from the check, which `show` prints."""
     if any(check["kind"] == "judge" for check in task.checks):
         require(cfg.judge and cfg.judge_model, f"{task.id}: its check of kind judge needs --judge and --judge-model")
+        check_endpoint(cfg.judge, cfg.judge_model, "--judge")
         task.hidden.update(judge=(cfg.judge, cfg.judge_model), verdict="judge")
     return task
 

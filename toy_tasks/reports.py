@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 import torch, torch.utils.benchmark
 from envace_mini import (ACT, CONTEXT, EXECUTE, LEDGER, REHEARSE, ROLE_NAMES, Config, Episode, by_domain, compact,
-                         compare_responses, fidelity, grade, load_policy, load_tasks, mean, open_policy, peak_memory,
-                         pick_device, plan, private_rehearsal, remember, require, role_advantages, rollout, run_tasks,
-                         seeded, self_judgement, training_samples, update, warm_start, write_json)
+                         compare_responses, fidelity, fitting, grade, load_policy, load_tasks, mean, open_policy,
+                         peak_memory, pick_device, plan, private_rehearsal, remember, require, role_advantages, rollout,
+                         run_tasks, seeded, self_judgement, train, training_samples, update, warm_start, write_json)
 from toy_tasks.own_tasks import reading
 
 COUNTS = (1, 2, 4, 8)                                   # rehearsals
@@ -19,12 +19,15 @@ def compare(cfg):
     require((path / "model").is_dir(), f"--out {path}: no finished run, of which to compare base and trained policy")
     with reading(path / "config.json"):
         run = Config(**json.loads((path / "config.json").read_text(encoding="utf-8")))
+    cfg = replace(run, **{name: getattr(cfg, name) for name in (        # all else is as it was in the run
+        "out", "seed", "device", "threads", "eval_samples", "temperature", "split", "memory", "memory_budget")})
     tasks = [task for task in load_tasks(run.tasks, run) if task.world]
+    require(any(task.split == cfg.split for task in tasks), f"--compare: no {cfg.split} task of the run has a world")
     base = None if run.model == "tiny" else load_policy(run.model, device, run)
     if run.warm_start or not base:                      # found beside the run, or made again
         base = warm_start([task for task in tasks if task.split == "train"], replace(run, out=cfg.out), device, base)
     policies = {"base": base, "trained": load_policy(str((path / "model").resolve()), device, cfg)}
-    held_out = [task for task in tasks if task.split == cfg.split]
+    held_out = fitting(base, [task for task in tasks if task.split == cfg.split], replace(cfg, responder="world"))
     trials = {name: [one_trial(policy, held_out, replace(cfg, seed=cfg.seed + n), f"{name} {n}")
                      for n in range(cfg.eval_samples)] for name, policy in policies.items()}
     result = {name: {arm: summary([trial[arm] for trial in these]) for arm in these[0]}
@@ -60,13 +63,13 @@ def one_trial(policy, tasks, cfg, label):
 JUDGES = {  # which rehearsal is carried out, without looking, in the world
     "majority of": lambda e, pool: collections.Counter(map(plan, pool))[plan(e)],
     "best by self-judgement of": lambda e, pool: self_judgement(e),
-    "best by the checks (oracle) of": lambda e, pool: e.success}
+    "best by the checks (oracle) of": lambda e, pool: bool(e.success)}
 
 def summary(trials):
     """Mean over seeds of every measure, and the deviation of overall success."""
     values = {key: [trial.get(key) for trial in trials] for key in trials[0]}
     return {**{key: mean(found) if None not in found else None for key, found in values.items()},
-            "deviation": statistics.stdev(values["all"]) if len(trials) > 1 else None}
+            "deviation": statistics.stdev(values["all"]) if len(trials) > 1 and None not in values["all"] else None}
 
 def table(result):
     """The arms as lines: success of base and trained policy, all tasks and by domain, and the costs of the latter."""
@@ -81,6 +84,13 @@ def table(result):
         costs = f"{show(trained['world calls'], 8)}  {trained['tokens']:6.0f}  {show(trained['true'], 11)}"
         lines.append(f"{arm:34}{columns[0]}    {columns[1]}{costs}")
     return "\n".join(lines)
+
+def command_train(cfg):
+    """`train`: the whole job and its table."""
+    result = train(cfg)
+    print(result_table(result))
+    print(f"{result['episodes']} training episodes with {result['world_calls_in_rollouts']} calls to the world; "
+          f"{result['seconds']['total']:.0f} s; {result['peak_memory_gib']} GiB; everything is in {cfg.out}")
 
 def result_table(result):
     """A run's result as the table that `train` prints: base, trained, change."""
@@ -114,7 +124,8 @@ def command_rehearse(cfg):
             done, truth = mean(e.success for e in part), mean(same for _, same in fidelity(part))
             known = "" if truth is None else f"  fidelity {truth:.3f}"
             print(f"{what:10}  {name:10} success {'-' if done is None else f'{done:.3f}'}{known}")
-    for line in report(executed or sum(pools, []), cfg.eval_samples, cfg.split):
+    tried = executed or sum(pools, [])                  # of a task without a world there are rehearsals only
+    for line in report(tried, cfg.eval_samples * (1 if executed else max(cfg.rehearsals, 1)), cfg.split):
         print(line)
 
 def pass_at_k(n, correct, k):
@@ -155,7 +166,8 @@ def command_show(cfg):
         print(f"{call['name']} {compact(call['arguments'])} -> {text}  {'imagined' if imagined else 'real'}; "
               f"the world: {'the same' if same else truth}")
     for check, verdict in zip(e.task.checks, e.verdicts):
-        print(f"{'pass' if verdict else 'FAIL'}  {compact(check)}")
+        said = "no verdict" if verdict is None else {0: "FAIL", 1: "pass"}.get(verdict, f"{verdict:.2f}")
+        print(f"{said}  {compact(check)}")
     shown = ["no verdict" if other.reward is None else f"{other.reward:.2f}" for other in group]
     print(f"ended: {e.over}; reward {shown[0]}\nthe group (reward, advantage of act, of rehearse):")
     for i in range(len(group)):
@@ -235,6 +247,6 @@ def report(episodes, samples, split):
     scores = f"  success {show(e.success for e in part)}{spread}, reward {show(e.reward for e in part)}; {samples} " \
              f"samples a task, {sum(not e.scored for e in part)} episodes unscored"
     metrics = dict.fromkeys(e.task.hidden["metric"] for e in part if "metric" in e.task.hidden)
-    lines = kinds([*dict.fromkeys(e.task for e in part)], split) + [scores] * bool(part)
+    lines = kinds([*{(e.task.domain, e.task.id): e.task for e in part}.values()], split) + [scores] * bool(part)
     return lines + [f"  {metric([e for e in part if e.task.hidden.get('metric') == metric], samples)}"
                     for metric in metrics]

@@ -1,5 +1,4 @@
 """Tests of the endpoint client, the judge, the report, VitaBench and FinMCP-Bench; all data here are made up."""
-import collections
 import concurrent.futures
 import http.server
 import json
@@ -705,7 +704,7 @@ def test_finmcp_mistakes_are_one_sentence(tmp_path):
             finmcp(tmp_path, text)
     with pytest.raises(E.UserError, match="finmcp:nosuch: no such file; hf download DianJin/FinMCP-Bench"):
         E.load_tasks("finmcp:nosuch", E.Config())
-    with pytest.raises(E.UserError, match="--reward judge"):
+    with pytest.raises(E.UserError, match="--reward is static"):
         finmcp(tmp_path, reward="judge")
 
 @pytest.mark.skipif(not os.environ.get("FINMCP"), reason="FINMCP names no file of FinMCP-Bench")
@@ -810,6 +809,60 @@ def test_eval_and_train_say_whose_verdict_it_is(tiny, tmp_path, capsys):
         for where in ("world", "imagined"):
             assert f"{when}, {where}: static verdicts, split eval, 1 tasks; doing nothing: success 0.000" in told
 
+def test_finmcp_pairs_responses_by_their_ids(tmp_path):
+    """In the order of the ids; ids that come again belong to the next call; a response too few leaves one empty."""
+    talk = [{"role": "user", "content": "Both?"}, calling(("Quote", "{}"), ("Rate", "{}")), heard("RATE", "c1"),
+            heard("QUOTE", "c0"), calling(("News", "{}"), ("Risk", "{}")), heard("NEWS", "c0")]
+    plain = [{key: value for key, value in m.items() if key != "tool_call_id"} for m in talk]
+    for messages, names in [(talk, ["QUOTE", "RATE", "NEWS", ""]), (plain, ["RATE", "QUOTE", "NEWS", ""])]:
+        (task,) = finmcp(tmp_path, [{"id": 1, "messages": messages}])
+        assert [call["response"] for call in task.hidden["gold"]] == names
+        assert [{*call} for call in task.hidden["gold"]] == [{"name", "arguments", "response"}] * 4
+
+@pytest.mark.parametrize("text", ["[]", "{}", "0", "false", '"x"', "null", "no JSON"])
+def test_finmcp_replays_what_was_recorded(tmp_path, text):
+    talk = [{"role": "user", "content": "A?"}, calling(("Quote", "{}")), heard(text)]
+    (task,) = finmcp(tmp_path, [{"id": 1, "messages": talk}])
+    said = E.WORLDS["finmcp"](task, "evaluation").call(tool_call("Quote"))
+    assert said == (text if text in ("null", "no JSON") else json.loads(text))
+
+def test_finmcp_refuses_what_would_mislead(tmp_path):
+    (tmp_path / "other.json").write_text(json.dumps([schema("Other")]))
+    for settings, words in [({"tasks_dir": str(tmp_path / "other.json")}, "no schema of Quote"),
+                            ({"reward": "official"}, "--reward is static"), ({"user": "policy"}, "--user is script")]:
+        with pytest.raises(E.UserError, match=words):
+            finmcp(tmp_path, **settings)
+    for text in ("[" * 200_000, json.dumps([{"id": 1, "messages": [{"role": "user", "content": "\ud800"}]}])):
+        with pytest.raises(E.UserError, match="talks.json: missing, cut off or of another form"):
+            finmcp(tmp_path, text)
+
+def test_thoughts_of_a_model_that_plays_the_user_stay_its_own():
+    cfg = E.Config(user_model="m")
+    told = [("<think>###STOP###, 42</think>\n My id is 7. ", "My id is 7."), ("<think>for ever", ""), ("Hi.", "Hi.")]
+    for text, said in told:
+        with Endpoint((200, json.dumps({"choices": [{"message": {"content": text}}]}))) as server:
+            assert own_tasks.replies(None, [HELLO], E.replace(cfg, user=server.url), None) == [said]
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://", "http://a b/v1", "http://localhost:abc/v1", "ftp://x/v1"])
+def test_an_endpoint_is_checked_before_anything_is_loaded(tmp_path, url):
+    where = own_file(tmp_path)
+    with pytest.raises(E.UserError, match="--judge must be like"):
+        E.load_tasks(where, E.Config(tasks=where, judge=url, judge_model="m"))
+
+def test_flags_of_benchmarks_are_refused_elsewhere(tmp_path):
+    where = own_file(tmp_path, checks=[{"kind": "answer", "equals": "x"}])
+    for settings in ({"reward": "official"}, {"user": "policy"}):
+        with pytest.raises(E.UserError, match="--reward and --user"):
+            E.load_tasks(where, E.Config(tasks=where, **settings))
+
+def test_memories_do_not_multiply_tasks():
+    """Each execution has a task of its own, with another memory."""
+    episodes = one_sided("a", "yes", "no", verdict="static") + one_sided("b", "yes", "no", verdict="static")
+    for n, e in enumerate(episodes):
+        e.task = E.replace(e.task, memory=str(n))
+    found = reports.report(episodes, 2, "eval")
+    assert "2 tasks" in found[0] and "success 0.500 +- 0.707" in found[1] and "2 samples a task" in found[1]
+
 README = (HERE / "README.md").read_text(encoding="utf-8")
 MODELS = re.findall(r'^MODEL="(.*?)"', README, re.M)
 COMMANDS = re.findall(r"^(?:.*torchrun --nproc-per-node \d |python )(envace_mini.py .*--preset gpu.*)$", README, re.M)
@@ -831,7 +884,7 @@ def test_a_recipe_of_the_readme_runs(tiny, tmp_path, clone, monkeypatch, recipe)
     if not E.importlib.util.find_spec("peft") and "--lora" in words:
         words[words.index("--lora") + 1] = "0"
     finmcp(tmp_path)
-    (tmp_path / "schema.json").write_text(json.dumps([schema(name) for name in ("Quote", "News", "Risk")]))
+    (tmp_path / "schema.json").write_text(json.dumps([schema(name) for name in ("Quote", "Rate", "Risk")]))
     own = own_file(tmp_path)
     named = {"vitabench": clone, "finmcp:FILE.json": f"finmcp:{tmp_path / 'talks.json'}", "my_tasks.json": own,
              "SCHEMAS.json": tmp_path / "schema.json", "FOLDER": tmp_path / "model"}
@@ -841,7 +894,10 @@ def test_a_recipe_of_the_readme_runs(tiny, tmp_path, clone, monkeypatch, recipe)
         return [E.replace(task, split=split, system=task.system[:200], tools=task.tools[:3],
                           secret=str(task.secret)[:200]) for task, split in zip(tasks, ("train", "eval"))]
     monkeypatch.setattr(E, "load_tasks", short)
-    monkeypatch.setattr(own_tasks, "ask", lambda *args, **more: '{"verdicts": [true]}')
+    def reply(url, model, messages, *rest, **more):
+        asked = re.search(r"a list of (\d+) truth values", messages[-1]["content"])
+        return json.dumps({"verdicts": [True] * int(asked[1])}) if asked else "###STOP###"
+    monkeypatch.setattr(own_tasks, "ask", reply)
     tiny.save(tmp_path / "model")
     after = dict(model=tmp_path / "model", device="cpu", dtype="float32", threads=1, max_act_tokens=4, max_tokens=20000)
     if words[0] == "eval" or words[0] == "train":
