@@ -1926,8 +1926,8 @@ def test_what_the_two_roles_may_read(tiny):
     first, second, third = (tiny.tokenizer.decode(row.ids[:row.turns[0].start]) for row in e.asides)
     for text in (first, second, third):
         assert SECRET in text and E.compact(e.task.reference) in text and '"name":"buy"' in text
-        assert all(json.dumps({"error": why}, separators=(",", ":")) in text for why in
-                   ("bad format", "unknown tool", "wrong value of NAME"))
+        assert '{"error":"unknown tool"}' in text and all(f'"{why}"' in text for why in (       # as check_call says it
+            "missing argument NAME", "unknown argument", "wrong type of NAME", "wrong value of NAME"))
     assert SAYS not in first and f"call: {E.compact(price('pen'))}\nresponse: {SAYS}\npending call: " in second
     assert third.index("user: Go.") < third.index("assistant: 7") < third.index("user: And the cup?")
     assert third.rstrip().removesuffix("<|im_start|>assistant").rstrip().endswith(
@@ -2116,7 +2116,7 @@ def test_bench_prints_one_line(capsys):
 def test_out_of_memory(monkeypatch, capsys):
     def full(cfg):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
-    monkeypatch.setitem(E.COMMANDS, "train", (full, *E.COMMANDS["train"][1:]))
+    monkeypatch.setattr(reports, "command_train", full)
     assert "--token-budget" in fails(capsys, "train")
 
 def test_memory_flags_may_change_when_a_run_goes_on(tmp_path):
@@ -2335,7 +2335,7 @@ def test_demonstrated_memories():
     pairs = demonstrations.corpus(tasks, E.Config(warm_steps=50, rehearsals=4, memories=0.5))
     plain = demonstrations.corpus(tasks, E.Config(warm_steps=50, memories=0.5))
     with_memory = [(task, script) for task, script in pairs if task.memory]
-    assert len(plain) == 800 and len(pairs) == 1200 and 360 < len(with_memory) <= 400   # some: no room for an entry
+    assert len(plain) == 800 and len(pairs) == 1200 and 320 < len(with_memory) <= 400   # some: no room for an entry
     key = lambda pair: repr((pair[0].id, pair[1]))
     assert not collections.Counter(map(key, plain)) - collections.Counter(map(key, pairs))
     first = lambda text: text.split("<tool_call>")[1].split("</tool_call>")[0]
@@ -2412,7 +2412,7 @@ def test_arms_by_hand():
     pool = [imagined(answers=["no"]), good, imagined(answers=["no"], acted=-3.0), ERROR]
     best = {arm: max(pool, key=lambda e: judge(e, pool)) for arm, judge in reports.JUDGES.items()}
     good.verdicts, pool[0].verdicts, pool[2].verdicts, ERROR.verdicts = [True], [False], [False], [False]
-    assert best["majority of"] is pool[0] and best["best by self-judgement of"] is pool[0]
+    assert best["majority of"] is pool[0] and best["best by self-judgement of"] is ERROR
     assert max(pool, key=lambda e: reports.JUDGES["best by the checks (oracle) of"](e, pool)) is good
     found = reports.summary([{"all": 0.2, "true": None}, {"all": 0.6, "true": None}])
     assert found["all"] == pytest.approx(0.4) and found["true"] is None
