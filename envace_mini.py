@@ -26,8 +26,7 @@ Departures: here                                          in the paper, or in th
   warm start on demonstrations with stale beliefs         a pre-trained Qwen3
   a role alone in its group gets advantage 0              it keeps its raw reward
   inline, code refuses calls that do not fit the schemas  the rehearsal decides
-  learning rate 4e-4 (tiny model), falling to a tenth     1e-6 (--preset gpu; it falls, too)
-  AdamW's eps 1e-6 (tiny model)                           1e-8 (--preset gpu)
+  learning rate 4e-4, falling to a tenth; AdamW eps 1e-6  1e-6 and 1e-8 (--preset gpu starts from them)
 """
 import argparse, collections, concurrent.futures, contextlib, copy, datetime, hashlib, importlib.util, itertools, json
 import math, os, random, re, shutil, sys, time, weakref
@@ -477,7 +476,9 @@ class ChatFormat:
                         {"role": "user", "content": task.user[0]}]
             messages, tools = (json.loads(self.escape(json.dumps(part, ensure_ascii=False)))
                                for part in (messages, task.tools))
-            self.opened[task] = self.encode(self.render(messages, tools))
+            text = self.attempt(messages, tools)
+            require(text, f"task {task.id}: the model's chat template refuses its messages")
+            self.opened[task] = self.encode(text)
         return list(self.opened[task])
     def open_aside(self, e):
         """Open a row for a prompted rehearsal: instruction, schemas, reference, secret; all that was said; the call."""
@@ -889,12 +890,11 @@ def train(cfg):
     learn, held_out = ([task for task in tasks if task.split == split] for split in ("train", "eval"))
     require(learn, f"--tasks {cfg.tasks}: no task has the split train")
     policy = None if cfg.model == "tiny" else load_policy(cfg.model, device, cfg)
-    simulator = load_simulator(cfg, device)
+    simulator, clock = load_simulator(cfg, device), Clock()
     run = first_of_all(lambda: RunFolder(cfg))          # nothing is written before all of the above is known to work
     if run.result:
         print(f"{run.path} holds the finished run of this configuration")
         return run.result
-    clock = Clock()
     if cfg.warm_start or not policy:
         policy = first_of_all(lambda: warm_start(learn, cfg, device, policy))
     learn, held_out = (fitting(policy, part, cfg) for part in (learn, held_out))

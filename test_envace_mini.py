@@ -1754,6 +1754,12 @@ def test_a_round_without_any_verdict_stops_the_run(tiny, task_file, tmp_path, mo
     monkeypatch.setattr(E, "grade", grade)
     assert E.main(flags) == 0 and [line["round"] for line in lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 3]
 
+def test_a_template_that_refuses_a_history_is_named_with_the_task(tiny):
+    chat = copy.copy(tiny.chat)
+    chat.attempt = lambda messages, tools=None: ""
+    with pytest.raises(E.UserError, match="task stubborn: .* refuses"):
+        chat.opening(make_task(id="stubborn"))
+
 def test_nothing_to_compose(tiny):
     assert E.compose(tiny, [], 5, 1.0, None) == []
 
