@@ -190,8 +190,7 @@ class Task:
     world: str = ""                                    # a key of WORLDS, or nothing: graded by calls and answers alone
     facts: dict = field(default_factory=dict)          # {category: {key: value}}: what is true in the world
     memory: str = ""                                   # what private rehearsals left behind; part of the prompt
-    secret: str = ""                                   # what only the rehearse role may read, or a function of the
-                                                       # pending call that tells it (prompted rehearsal)
+    secret: str = ""                                   # for the rehearse role only: text, or function(pending call)
     history: list = field(default_factory=list)        # messages before the first user turn, in OpenAI's form
     later: dict = field(default_factory=dict)          # {number of a user turn: tools that exist from then on}
     speaker: str = ""                                  # a key of USERS: who goes on after the turns in `user`
@@ -763,6 +762,7 @@ def answer_known(chat, e, rehearsal):
     """Answer calls that need no imagination: all in the real world; inline, those that do not fit the schemas."""
     while e.pending and ((error := check_call(e.tools, e.pending[0])) and rehearsal == "inline" or e.world):
         hear(chat, e, compact({"error": error} if error else e.world.call(e.pending[0])), rehearsed=False)
+
 def spread(jobs, run):
     """run(jobs), a result for each job. Where torchrun started several processes, each runs its share, and all get all
     results, in the order of the jobs."""
@@ -1130,9 +1130,9 @@ def evaluate(policy, tasks, cfg, label, samples, greedy=True):
     best = run_tasks(policy, with_world, cfg, "world", 0.0, f"{label}: world, greedy") if greedy else []
     imagined = run_tasks(policy, tasks, cfg, "rehearsal", cfg.temperature, f"{label}: imagined", samples)
     def measures(*parts):
-        real, best, dreamt = (mean(e.success for e in part) for part in parts)
+        real, surest, dreamt = (mean(e.success for e in part) for part in parts)
         both = mean(e.success for e in parts[2] if e.task.world)
-        return {"world_success": real, "world_success_greedy": best, "imagined_success": dreamt,
+        return {"world_success": real, "world_success_greedy": surest, "imagined_success": dreamt,
                 "fidelity": mean(same for _, same in fidelity(parts[2])),
                 "reality_gap": None if None in (real, both) else both - real}
     parts, pairs = [by_domain(episodes) for episodes in (world, best, imagined)], fidelity(imagined)

@@ -1806,7 +1806,7 @@ def test_training_in_two_processes(tmp_path, task_file):
     done = subprocess.run([*TORCHRUN, *program], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\nround ") + done.stdout.startswith("round ") == 3, done.stdout
-    assert done.stdout.count("world success") == done.stdout.count("all: world success") * 4
+    assert done.stdout.count("all: world success") == 2 and done.stdout.count("world success") == 2 * 4
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     assert [line["round"] for line in metrics] == [0, 1, 2] and all(line["world_calls"] == 0 for line in metrics)
     result = json.loads((tmp_path / "run" / "result.json").read_text())
@@ -1818,7 +1818,7 @@ def test_training_in_two_processes(tmp_path, task_file):
     assert done.returncode != 0 and "error: argument --lr" in done.stderr
     done = subprocess.run([*TORCHRUN, *program, "--group", "4"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and done.stderr.count("error: --out run holds a run of another configuration") == 2
-    assert "Traceback" not in done.stderr.split("ChildFailedError")[0].split("torch/distributed/")[0]
+    assert 'envace_mini.py", line' not in done.stderr  # torchrun's own traceback says that they failed, none is ours
 
 # ---- 10. evaluation -------------------------------------------------------------------------------------------------
 
@@ -2338,10 +2338,10 @@ def test_a_summary_is_what_the_policy_writes(tiny, monkeypatch):
 def test_demonstrated_memories():
     """Their share; good, useless and misleading ones; the demonstrations without one are what they were."""
     tasks = [task for task in E.load_tasks("toy") if task.split == "train"]
-    pairs = demonstrations.corpus(tasks, E.Config(warm_steps=50, rehearsals=4, memories=0.5))
+    pairs = demonstrations.corpus(tasks, E.Config(warm_steps=50, rehearsals=4, memories=0.5, memory_budget=240))
     plain = demonstrations.corpus(tasks, E.Config(warm_steps=50, memories=0.5))
     with_memory = [(task, script) for task, script in pairs if task.memory]
-    assert len(plain) == 800 and len(pairs) == 1200 and 320 < len(with_memory) <= 400   # some: no room for an entry
+    assert len(plain) == 800 and len(pairs) == 1200 and 360 < len(with_memory) <= 400   # some: no room for an entry
     key = lambda pair: repr((pair[0].id, pair[1]))
     assert not collections.Counter(map(key, plain)) - collections.Counter(map(key, pairs))
     first = lambda text: text.split("<tool_call>")[1].split("</tool_call>")[0]

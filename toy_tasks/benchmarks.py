@@ -97,8 +97,8 @@ def bfcl_run(function, *arguments, **more):
 class BfclWorld(World):
     """The package's classes. The calls so far are carried out anew for each response, in about a millisecond."""
     def __init__(self, task, purpose):
-        self.schemas, self.purpose, self.entry = sum(task.later.values(), task.tools), purpose, task.hidden["entry"]
-        self.made, self.state = [], {}                  # calls in Python; after a call, {class: its instance}
+        super().__init__(task, purpose)
+        self.entry, self.made = task.hidden["entry"], []    # calls in Python; `state` will be {class: its instance}
     def call(self, call):
         LEDGER[self.purpose] += 1
         if reason := bfcl_refusal(self.schemas, call):

@@ -1,4 +1,4 @@
-"""Task files of one's own, every field of which is checked; tool schemas of any task; a model as judge."""
+"""Task files of one's own, every field of which is checked; tool schemas of any task; a model as judge or user."""
 import concurrent.futures, contextlib, http.client, itertools, json, math, os, random, re, time
 import urllib.error, urllib.parse, urllib.request
 from pathlib import Path

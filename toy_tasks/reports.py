@@ -1,6 +1,6 @@
-"""The commands that measure and print. `eval`: success. `show`: one episode, token by token. `bench`: speed and memory.
-`rehearse --compare`: what N private rehearsals are worth and what they cost: every way to spend them (an arm), by a
-run's base and by its trained policy, on the same held-out tasks."""
+"""The commands, which measure and print. `train`: the job and its table. `eval`: success. `show`: one episode, token by
+token. `rehearse`: imagine, remember, act once; with `--compare`, what N private rehearsals are worth and cost: every
+way to spend them (an arm), by a run's base and its trained policy, on the same held-out tasks. `bench`: speed."""
 import collections, functools, itertools, json, math, statistics, sys, time
 from dataclasses import replace
 from pathlib import Path

@@ -873,6 +873,10 @@ def test_the_readme_has_recipes():
     assert len(MODELS) == 3 and sum("$MODEL" in command for command in COMMANDS) == 9
     assert {name for command in COMMANDS for name in re.findall("--tasks ([a-z0-9]+):", command)} == {
         "bfcl", "tau2", "vita", "finmcp"}
+    for command in [command for command in COMMANDS if "$MODEL" in command]:        # "the same with eval"
+        words = command.replace("$MODEL", "").split()[2:]
+        words = words[:words.index("--out")] + ["--responder", "rehearsal"]
+        assert E.parse_flags(["eval", "--model", "runs/NAME/model", *words])[0] == "eval"
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_of_the_readme_runs(tiny, tmp_path, clone, monkeypatch, recipe):       # noqa: F811
